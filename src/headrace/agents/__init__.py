@@ -1,0 +1,1 @@
+"""Agents: what users write (workflows), the model handed to them, and what runs them over tasks."""

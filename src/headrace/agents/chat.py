@@ -1,0 +1,104 @@
+"""Conversations to token ids and back, with the model's own chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from headrace.data.episode import ModelOutput, Step
+from headrace.data.task import Message
+from headrace.engine.base import Generation
+from headrace.errors import DataError, ModelError, boundary
+
+_THINK_OPEN, _THINK_CLOSE = "<think>", "</think>"
+
+
+class ChatTemplate:
+    """Renders with a tokenizer (anything with `apply_chat_template`, `encode`, `decode`)."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        if getattr(tokenizer, "chat_template", None) is None:
+            raise ModelError("the model's tokenizer has no chat template; use an instruction-tuned model")
+        self._tokenizer = tokenizer
+        self._eos_text: str = tokenizer.eos_token or ""
+
+    def render(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Prompt ids of a conversation, ready for the assistant's reply."""
+        return self.encode(self._text(messages))
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Ids of template text; adds no special tokens of its own."""
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids, special tokens left out."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def extend(
+        self, before: Sequence[Message], output: ModelOutput, messages: Sequence[Message]
+    ) -> tuple[int, ...] | None:
+        """Prompt ids for `messages` that begin with the exact ids of `before` and its reply; None if they do not extend it."""
+        if len(messages) <= len(before) or list(messages[: len(before)]) != list(before):
+            return None
+        whole = self._text(messages)
+        head = self._text(before) + output.text
+        if not whole.startswith(head):
+            return None
+        tail = whole[len(head) :]
+        ended = bool(output.completion_ids) and output.completion_ids[-1] == self._tokenizer.eos_token_id
+        if ended and self._eos_text and tail.startswith(self._eos_text):
+            tail = tail[len(self._eos_text) :]  # sampled already
+        return (*output.prompt_ids, *output.completion_ids, *self.encode(tail))
+
+    def parse(self, generation: Generation, stop: Sequence[str] = ()) -> ModelOutput:
+        """Text, content and reasoning of a generation; its ids stay as they were sampled."""
+        text = self.decode(generation.completion_ids)
+        cut = min((at for at in (text.find(word) for word in stop) if at >= 0), default=len(text))
+        text = text[:cut]
+        reasoning, content = _split_reasoning(text)
+        return ModelOutput(
+            text=text,
+            content=content,
+            reasoning=reasoning,
+            prompt_ids=generation.prompt_ids,
+            completion_ids=generation.completion_ids,
+            logprobs=generation.logprobs,
+            model_logprobs=generation.model_logprobs,
+            versions=generation.versions,
+            finish_reason=generation.finish_reason,
+            temperature=generation.temperature,
+        )
+
+    def demonstration(self, messages: Sequence[Message]) -> list[Step]:
+        """One Step per assistant turn of a given conversation, its ids rendered with the template."""
+        steps: list[Step] = []
+        ids: tuple[int, ...] = ()
+        done = ""
+        for index, message in enumerate(messages):
+            if message.get("role") != "assistant":
+                continue
+            prompt = self._text(messages[:index])
+            reply = self._text(messages[: index + 1], generate=False)
+            if not (prompt.startswith(done) and reply.startswith(prompt)):
+                raise DataError("the chat template rewrites earlier turns, so this conversation cannot be one row")
+            response = reply[len(prompt) :]
+            at = response.find(self._eos_text) if self._eos_text else -1
+            response = response[: at + len(self._eos_text)] if at >= 0 else response
+            ids = (*ids, *self.encode(prompt[len(done) :]))
+            response_ids = self.encode(response)
+            steps.append(Step(ids, response_ids, messages=tuple(messages[:index]), text=str(message.get("content"))))
+            ids, done = (*ids, *response_ids), prompt + response
+        if not steps:
+            raise DataError("a demonstration needs at least one assistant message, and this conversation has none")
+        return steps
+
+    def _text(self, messages: Sequence[Message], generate: bool = True) -> str:
+        with boundary(DataError, "the chat template cannot render the messages"):
+            return self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generate)
+
+
+def _split_reasoning(text: str) -> tuple[str | None, str]:
+    if not text.lstrip().startswith(_THINK_OPEN) or _THINK_CLOSE not in text:
+        return None, text
+    thought, _, content = text.partition(_THINK_CLOSE)
+    return thought.lstrip().removeprefix(_THINK_OPEN).strip("\n"), content.lstrip("\n")

@@ -1,0 +1,156 @@
+"""AgentLoopManager: runs a workflow over tasks, for training and for evaluation alike."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from headrace.agents.chat import ChatTemplate
+from headrace.agents.completer import Model
+from headrace.agents.workflow import Outcome, RunFunction
+from headrace.data.episode import Episode, FinishReason, TerminationReason, Trajectory
+from headrace.data.seeds import derive_seed
+from headrace.data.task import Task
+from headrace.engine.base import RolloutEngine, SamplingParams
+from headrace.errors import EngineError, WorkflowError
+from headrace.judge.base import Judger
+
+log = logging.getLogger("headrace")
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutSpec:
+    """Which rollout this is: everything that its random numbers depend on."""
+
+    task: Task
+    group_id: int
+    rollout_idx: int
+    seed: int
+
+
+class AgentLoopManager:
+    """Rolls tasks out, at most `max_concurrent` at once. A failure in user code fails that episode only."""
+
+    def __init__(
+        self,
+        run: RunFunction,
+        engine: RolloutEngine,
+        chat: ChatTemplate,
+        judger: Judger | None,
+        max_concurrent: int = 256,
+        timeout_s: float = 600.0,
+    ) -> None:
+        self._run = run
+        self._engine = engine
+        self._chat = chat
+        self._judger = judger
+        self._timeout_s = timeout_s
+        self._places = asyncio.Semaphore(max_concurrent)
+
+    async def roll_out_group(
+        self, task: Task, group_id: int, count: int, seed: int, sampling: SamplingParams,
+        on_episode: Callable[[Episode], None] | None = None,
+    ) -> list[Episode]:  # fmt: skip
+        """`count` rollouts of one task. Seeds depend on (seed, group_id, rollout_idx) only."""
+
+        async def one(index: int) -> Episode:
+            spec = RolloutSpec(task, group_id, index, derive_seed(seed, group_id, index))
+            episode = await self.roll_out(spec, sampling)
+            if on_episode is not None:
+                on_episode(episode)
+            return episode
+
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(index)) for index in range(count)]
+        return [task.result() for task in tasks]
+
+    async def roll_out(self, spec: RolloutSpec, sampling: SamplingParams) -> Episode:
+        """One episode, judged. User failures and time-outs come back as failed episodes; engine failures are raised."""
+        async with self._places:
+            model = Model(self._engine, self._chat, sampling, spec.seed)
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    outcome = await self._run(spec.task, model)
+                    episode = _to_episode(outcome, model, spec)
+                    return await self._judge(spec.task, episode)
+            except TimeoutError:
+                return _failed(spec, model, TerminationReason.TIMEOUT, f"took longer than {self._timeout_s:g} s")
+            except EngineError:
+                raise
+            except Exception as error:  # user code: the episode fails, its siblings and the run go on
+                log.warning("episode of task %s failed: %s", spec.task.id, _user_line(error))
+                return _failed(spec, model, TerminationReason.ERROR, f"{type(error).__name__}: {error}")
+
+    async def _judge(self, task: Task, episode: Episode) -> Episode:
+        rewards_missing = any(
+            t.reward is None and (not t.steps or t.steps[-1].reward is None) for t in episode.trajectories
+        )
+        if not rewards_missing:
+            return episode
+        if self._judger is None:
+            raise WorkflowError(
+                "the workflow returned no reward and the run has no judger; return a number or set workflow.judger"
+            )
+        verdict = await self._judger.judge(task, episode)
+        trajectories = tuple(
+            replace(t, reward=verdict.reward) if t.reward is None else t for t in episode.trajectories
+        )
+        correct = episode.is_correct if episode.is_correct is not None else verdict.is_correct
+        return replace(
+            episode, trajectories=trajectories, is_correct=correct, metrics={**episode.metrics, **verdict.metrics}
+        )
+
+
+def _to_episode(outcome: Outcome, model: Model, spec: RolloutSpec) -> Episode:
+    identity = {
+        "task_id": spec.task.id,
+        "group_id": spec.group_id,
+        "rollout_idx": spec.rollout_idx,
+        "seed": spec.seed,
+        "source": spec.task.source,
+    }
+    if isinstance(outcome, Episode):
+        return replace(outcome, **identity)
+    if isinstance(outcome, Trajectory):
+        trajectories = [outcome]
+    elif isinstance(outcome, list):
+        trajectories = outcome
+    elif outcome is None or isinstance(outcome, int | float):
+        trajectories = model.trajectories(None if outcome is None else float(outcome))
+    else:
+        raise WorkflowError(
+            f"a workflow returns an Episode, a Trajectory, a list of them, a number or None, got {type(outcome).__name__}"
+        )
+    if not any(t.steps for t in trajectories):
+        raise WorkflowError("the workflow made no model call and returned no steps, so there is nothing to train")
+    cut = any(t.steps and t.steps[-1].finish_reason != FinishReason.STOP for t in trajectories)
+    return Episode(
+        trajectories=tuple(trajectories),
+        termination=TerminationReason.LENGTH if cut else TerminationReason.DONE,
+        metrics={"diverged_prefixes": float(model.diverged_prefixes)} if model.diverged_prefixes else {},
+        **identity,
+    )
+
+
+def _failed(spec: RolloutSpec, model: Model, reason: TerminationReason, error: str) -> Episode:
+    return Episode(
+        task_id=spec.task.id,
+        trajectories=tuple(model.trajectories()),
+        group_id=spec.group_id,
+        rollout_idx=spec.rollout_idx,
+        seed=spec.seed,
+        source=spec.task.source,
+        termination=reason,
+        is_correct=False,
+        error=error,
+    )
+
+
+def _user_line(error: BaseException) -> str:
+    """The innermost line of the user's own code, which is what they need to see."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "/headrace/" not in f.filename]
+    where = f" at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
+    return f"{type(error).__name__}: {error}{where}"

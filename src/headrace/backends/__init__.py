@@ -1,0 +1,1 @@
+"""Backends own the trainable model."""

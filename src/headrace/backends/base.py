@@ -1,0 +1,82 @@
+"""What a training backend is: the protocol that the trainer drives, and that every backend's contract suite tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from headrace.config import AlgorithmSection
+from headrace.data.sample import TrainBatch
+from headrace.engine.base import RolloutEngine
+from headrace.metrics import MetricsAggregator
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """Weights handed to the engine: their version and a fingerprint of their content."""
+
+    version: int
+    fingerprint: str
+
+
+class Backend(Protocol):
+    """Owns the trainable model. Gradients accumulate over `forward_backward` calls until `optim_step`."""
+
+    tokenizer: Any
+
+    def check(self, algorithm: AlgorithmSection) -> None:
+        """Raise ConfigError, with the remedy, for an option that this backend cannot honour."""
+        ...
+
+    def create_engine(self) -> RolloutEngine:
+        """The engine that samples from this backend's policy."""
+        ...
+
+    async def forward_backward(self, batch: TrainBatch, algorithm: AlgorithmSection) -> MetricsAggregator:
+        """Add the gradient of the batch's summed, weighted token losses to what has accumulated."""
+        ...
+
+    async def optim_step(self, lr: float, grad_scale: float) -> MetricsAggregator:
+        """Multiply the accumulated gradient with `grad_scale`, clip it, apply it, and forget it."""
+        ...
+
+    async def compute_logprobs(self, batch: TrainBatch) -> list[list[float]]:
+        """Per sample, the log-probability of every target at the sample's temperature, under the current weights."""
+        ...
+
+    async def publish(self, version: int) -> Publication:
+        """Hand the current weights to the engine as `version`."""
+        ...
+
+    async def save(self, folder: Path) -> None:
+        """Write weights and optimizer state."""
+        ...
+
+    async def load(self, folder: Path) -> None:
+        """Read what `save` wrote."""
+        ...
+
+    async def export(self, folder: Path) -> None:
+        """Write an ordinary model folder in Hugging Face format."""
+        ...
+
+    async def close(self) -> None:
+        """Free what the backend holds."""
+        ...
+
+
+def offending_samples(batch: TrainBatch, indices: Sequence[int], limit: int = 5) -> str:
+    """A short report of samples for an error message."""
+    lines = []
+    for index in indices[:limit]:
+        sample = batch.samples[index]
+        advantages = [a for a, m in zip(sample.advantages, sample.loss_mask, strict=True) if m]
+        lines.append(
+            f'  task "{sample.task_id}", role {sample.role}: {len(sample.tokens)} tokens, {len(advantages)} trained, '
+            f"advantages {min(advantages):.3g}..{max(advantages):.3g}, reward {sample.reward}"
+        )
+    if len(indices) > limit:
+        lines.append(f"  and {len(indices) - limit} more")
+    return "\n".join(lines)

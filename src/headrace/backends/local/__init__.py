@@ -1,0 +1,1 @@
+"""The local backend: torch on this machine."""

@@ -1,0 +1,112 @@
+"""The settings part of `headrace train --help`, made from the configuration classes so that it cannot go stale."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+    from pydantic.fields import FieldInfo
+    from rich.console import Console
+    from rich.table import Table
+
+_NAMES = {Path: "path", dict: "table"}
+EXAMPLE = "headrace train examples/countdown.toml --trainer.steps 50 --optimizer.lr 3e-5"
+_BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+
+
+def print_settings(console: Console, options: Any, panel: Any) -> None:
+    """A help formatter of the command-line library: prints every section with its settings."""
+    from rich.padding import Padding
+    from rich.text import Text
+
+    console.print("\n[bold]Settings[/]: any key of the run file, given in it or as [cyan]--section.key value[/].")
+    console.print("Each line shows the key with its default.\n")
+    left = min(40, max(24, console.width * 2 // 5))
+    for title, summary, model in _sections():
+        console.print(Text.assemble((f"[{title}]", "bold"), "  ", summary))
+        console.print(Padding(_section_table(model, left), (0, 0, 0, 2)))
+        console.print()
+    console.print(f"[bold]Example[/]\n  {EXAMPLE}", soft_wrap=True)
+
+
+def _sections() -> Iterator[tuple[str, str, type[BaseModel]]]:
+    """Title, summary and class of every section, with a section of its own for a table of named sections."""
+    from headrace.config import RunConfig
+    from headrace.runfile import field_paths
+
+    for name, field in RunConfig.model_fields.items():
+        model = field.annotation
+        assert isinstance(model, type)
+        yield name, _summary(model), model
+        for path, inner in field_paths(model):
+            named = _named_section(inner.annotation)
+            if named is not None:
+                yield f"{name}.{path}.NAME", _summary(named), named
+
+
+def _section_table(model: type[BaseModel], left: int) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    from headrace.runfile import field_paths
+
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0), expand=True)
+    table.add_column(width=left, overflow="fold")
+    table.add_column(ratio=1)
+    for path, field in field_paths(model):
+        key = Text.assemble((path, "cyan"), (f" = {_default(field)}", "green"))
+        meaning = Text.assemble(" ".join((field.description or "").split()), (f"  [{_type(field)}]", "dim"))
+        table.add_row(key, meaning)
+    return table
+
+
+def _summary(model: type[BaseModel]) -> str:
+    return (model.__doc__ or "").strip().splitlines()[0]
+
+
+def _named_section(annotation: Any) -> type[BaseModel] | None:
+    from pydantic import BaseModel
+
+    if get_origin(annotation) is not dict:
+        return None
+    inner = get_args(annotation)[1]
+    return inner if isinstance(inner, type) and issubclass(inner, BaseModel) else None
+
+
+def _default(field: FieldInfo) -> str:
+    from headrace.cli.show import toml_value
+
+    if field.is_required():
+        return "(required)"
+    value = field.get_default(call_default_factory=True)
+    return "(empty)" if value is None else toml_value(value)
+
+
+def _type(field: FieldInfo) -> str:
+    bounds = [
+        f"{sign} {getattr(rule, name)}"
+        for rule in field.metadata
+        for name, sign in _BOUNDS.items()
+        if getattr(rule, name, None) is not None
+    ]
+    return f"{_annotation(field.annotation)} {', '.join(bounds)}".strip()
+
+
+def _annotation(annotation: Any) -> str:
+    """`tuple[str, ...]` as "list of str", `int | None` as "int", a Literal as its choices."""
+    from headrace.cli.show import toml_value
+
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return ("only " if len(arguments) == 1 else "") + " | ".join(toml_value(choice) for choice in arguments)
+    if origin in (Union, UnionType):
+        return " | ".join(_annotation(argument) for argument in arguments if argument is not NoneType)
+    if origin is tuple and arguments[-1] is not Ellipsis:
+        return f"list of {len(arguments)} {_annotation(arguments[0])}"
+    if origin in (tuple, list):
+        return f"list of {_annotation(arguments[0])}"
+    return _NAMES.get(origin or annotation, getattr(annotation, "__name__", str(annotation)))

@@ -1,0 +1,51 @@
+"""`headrace model`."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+model_app = App(name="model", help="List models, or fetch one.")
+
+
+@model_app.command(name="list")
+def list_models() -> None:
+    """Models that have a name of their own."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from headrace.models.catalog import CATALOG
+
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 1, 0))
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column(overflow="fold")
+    for entry in CATALOG.values():
+        usable, where = model_state(entry.name)
+        facts = f"{entry.parameters} parameters, {entry.size}, {entry.licence}"
+        state = f"ready: {where}" if usable else where
+        table.add_row(entry.name, Text(f"{entry.description}\n{facts}\n{state}"))
+    console = Console(highlight=False)
+    console.print(table)
+    console.print("\nmodel.name also takes a folder in Hugging Face format, or a hub id such as org/name.")
+
+
+@model_app.command(name="get")
+def get(name: Annotated[str, Parameter(help="A name from `headrace model list`.")]) -> None:
+    """Fetch a model into the cache, or say that it is there."""
+    from headrace.models.catalog import get_model
+
+    get_model(name, report=partial(print, flush=True))
+
+
+def model_state(name: str) -> tuple[bool, str]:
+    """Whether a catalog model can be used now, and where it is or what to do."""
+    from headrace.errors import ModelError
+    from headrace.models.catalog import resolve_model
+
+    try:
+        return True, resolve_model(name)
+    except ModelError as error:
+        return False, str(error)

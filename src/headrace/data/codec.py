@@ -1,0 +1,75 @@
+"""JSON for frozen data classes: exact round trip, decoded by their type hints."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, is_dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, Self, Union, get_args, get_origin, get_type_hints
+
+from headrace.errors import DataError
+
+
+class JsonData:
+    """Mixin for frozen data classes: `to_dict`, `from_dict`, `to_json`, `from_json`."""
+
+    __slots__ = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain lists, dicts and scalars."""
+        return {f.name: _encode(getattr(self, f.name)) for f in fields(self)}  # type: ignore[arg-type]
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """The inverse of `to_dict`; an unknown or missing key is an error that names it."""
+        types = _field_types(cls)
+        unknown = sorted(set(values) - set(types))
+        if unknown:
+            raise DataError(f"{cls.__name__} has no field {', '.join(unknown)}; its fields are {', '.join(types)}")
+        try:
+            return cls(**{name: _decode(types[name], value) for name, value in values.items()})
+        except TypeError as error:
+            raise DataError(f"{cls.__name__}: {error}") from None
+
+    def to_json(self) -> str:
+        """One line of JSON."""
+        return json.dumps(self.to_dict(), ensure_ascii=False, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """The inverse of `to_json`."""
+        return cls.from_dict(json.loads(text))
+
+
+@cache
+def _field_types(cls: type) -> dict[str, Any]:
+    hints = get_type_hints(cls)
+    return {f.name: hints[f.name] for f in fields(cls)}
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, JsonData):
+        return value.to_dict()
+    if isinstance(value, tuple | list):
+        return [_encode(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _encode(item) for key, item in value.items()}
+    return value
+
+
+def _decode(kind: Any, value: Any) -> Any:
+    if value is None:
+        return None
+    origin = get_origin(kind)
+    if origin in (Union, UnionType):
+        options = [option for option in get_args(kind) if option is not NoneType]
+        return _decode(options[0], value) if len(options) == 1 else value
+    if origin is tuple:
+        item = get_args(kind)[0]
+        if item in (int, float, str):  # token arrays: no per-item dispatch
+            return tuple(value)
+        return tuple(_decode(item, entry) for entry in value)
+    if isinstance(kind, type) and is_dataclass(kind) and isinstance(value, dict):
+        return kind.from_dict(value)  # type: ignore[attr-defined]
+    return value

@@ -1,0 +1,218 @@
+"""What happened: ModelOutput, Step, Trajectory, Episode, TrajectoryGroup."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from headrace.data.codec import JsonData
+from headrace.data.task import Message
+from headrace.errors import DataError
+
+
+class FinishReason(StrEnum):
+    """Why one model call ended."""
+
+    STOP = "stop"  # end-of-sequence, a stop token or a stop string
+    LENGTH = "length"  # max_tokens
+    MODEL_LENGTH = "model_length"  # prompt + response reached max_model_length
+    CANCELLED = "cancelled"
+
+
+class TerminationReason(StrEnum):
+    """Why an episode ended."""
+
+    DONE = "done"
+    LENGTH = "length"
+    TIMEOUT = "timeout"
+    ERROR = "error"
+
+
+def _require_lengths(owner: str, expected_name: str, expected: int, **lists: Sequence[Any] | None) -> None:
+    for name, values in lists.items():
+        if values is not None and len(values) != expected:
+            raise DataError(f"{owner}: {name} has length {len(values)}, but {expected_name} has length {expected}")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOutput(JsonData):
+    """What one model call returned.
+
+    `logprobs` are under the distribution that was sampled from (temperature, top_p, top_k); `model_logprobs` under
+    the model at temperature 1. `versions` is the policy version that sampled each token.
+    """
+
+    text: str
+    prompt_ids: tuple[Any, ...]
+    completion_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    model_logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    finish_reason: str = FinishReason.STOP
+    temperature: float = 1.0
+    content: str = ""
+    reasoning: str | None = None
+    tool_calls: tuple[dict[str, Any], ...] = ()
+
+    def __post_init__(self) -> None:
+        _require_lengths(
+            "ModelOutput",
+            "completion_ids",
+            len(self.completion_ids),
+            logprobs=self.logprobs,
+            model_logprobs=self.model_logprobs,
+            versions=self.versions,
+        )
+
+    @property
+    def message(self) -> Message:
+        """The reply as an assistant message, to append to the conversation."""
+        message: Message = {"role": "assistant", "content": self.content}
+        if self.reasoning is not None:
+            message["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = copy.deepcopy(list(self.tool_calls))
+        return message
+
+
+@dataclass(frozen=True, slots=True)
+class Step(JsonData):
+    """One model call as training sees it: `messages` led to `text`.
+
+    `prompt_ids` may hold opaque blocks (an image) among the integers.
+    """
+
+    prompt_ids: tuple[Any, ...]
+    response_ids: tuple[int, ...]
+    logprobs: tuple[float, ...] | None = None
+    versions: tuple[int, ...] | None = None
+    messages: tuple[Message, ...] = ()
+    text: str = ""
+    reward: float | None = None
+    advantage: tuple[float, ...] | None = None
+    temperature: float = 1.0
+    finish_reason: str = FinishReason.STOP
+
+    def __post_init__(self) -> None:
+        if isinstance(self.advantage, int | float):
+            raise DataError(
+                f"Step: advantage must be a list with one number per response token, got the scalar {self.advantage}"
+            )
+        for name in ("prompt_ids", "response_ids", "logprobs", "versions", "advantage"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, tuple):
+                object.__setattr__(self, name, tuple(value))
+        object.__setattr__(self, "messages", tuple(copy.deepcopy(message) for message in self.messages))
+        _require_lengths(
+            "Step",
+            "response_ids",
+            len(self.response_ids),
+            logprobs=self.logprobs,
+            versions=self.versions,
+            advantage=self.advantage,
+        )
+
+    @classmethod
+    def from_model_output(
+        cls,
+        output: ModelOutput,
+        messages: Sequence[Message] = (),
+        reward: float | None = None,
+        advantage: Sequence[float] | None = None,
+    ) -> Step:
+        """A Step with exactly the ids, logprobs and versions that were sampled, and its own copy of the messages."""
+        return cls(
+            prompt_ids=output.prompt_ids,
+            response_ids=output.completion_ids,
+            logprobs=output.logprobs,
+            versions=output.versions,
+            messages=tuple(messages),
+            text=output.text,
+            reward=reward,
+            advantage=advantage if advantage is None else tuple(advantage),
+            temperature=output.temperature,
+            finish_reason=output.finish_reason,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory(JsonData):
+    """The ordered Steps of one role, with a reward."""
+
+    steps: tuple[Step, ...]
+    name: str = "agent"
+    reward: float | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "steps", tuple(self.steps))
+
+
+@dataclass(frozen=True, slots=True)
+class Episode(JsonData):
+    """One rollout of one task."""
+
+    task_id: str
+    trajectories: tuple[Trajectory, ...] = ()
+    group_id: int = 0
+    rollout_idx: int = 0
+    attempt: int = 0
+    seed: int = 0
+    source: str = "default"
+    termination: str = TerminationReason.DONE
+    is_correct: bool | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    error: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "trajectories", tuple(self.trajectories))
+
+    @property
+    def failed(self) -> bool:
+        """Whether the episode says nothing about the policy: it broke or ran out of time."""
+        return self.error is not None
+
+    @property
+    def reward(self) -> float:
+        """Mean reward of the trajectories; 0 where there is none."""
+        rewards = [t.reward for t in self.trajectories if t.reward is not None]
+        return sum(rewards) / len(rewards) if rewards else 0.0
+
+    @property
+    def text(self) -> str:
+        """The last thing the model said."""
+        return next((t.steps[-1].text for t in reversed(self.trajectories) if t.steps), "")
+
+    @property
+    def response_tokens(self) -> int:
+        """Tokens that the model sampled."""
+        return sum(len(step.response_ids) for t in self.trajectories for step in t.steps)
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryGroup(JsonData):
+    """Trajectories compared with each other: same task and role, or what a grouping hook says."""
+
+    task_id: str
+    name: str
+    trajectories: tuple[Trajectory, ...]
+    group_id: int = 0
+    source: str = "default"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "trajectories", tuple(self.trajectories))
+
+    def rewards(self) -> tuple[float, ...]:
+        """One reward per trajectory: all set, or all missing, which means the last Step's reward."""
+        missing = sum(t.reward is None for t in self.trajectories)
+        if missing == 0:
+            return tuple(t.reward for t in self.trajectories if t.reward is not None)
+        where = f'group of task "{self.task_id}", role "{self.name}"'
+        if missing != len(self.trajectories):
+            raise DataError(f"{where}: {missing} of {len(self.trajectories)} trajectories have no reward; set all or none")
+        last = [t.steps[-1].reward if t.steps else None for t in self.trajectories]
+        if any(reward is None for reward in last):
+            raise DataError(f"{where}: neither trajectories nor their last Steps have a reward")
+        return tuple(reward for reward in last if reward is not None)

@@ -1,0 +1,129 @@
+"""Samples (training rows) and the merging of Steps into them.
+
+All per-token fields are aligned with the targets: a row of n tokens has n - 1 of each, entry i belonging to token
+i + 1, which the model predicts from tokens 0..i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.data.codec import JsonData
+from headrace.data.episode import Step, Trajectory
+from headrace.errors import DataError
+
+NO_VERSION = -1  # a token that no policy sampled: prompt, tool result, demonstration
+
+
+@dataclass(frozen=True, slots=True)
+class Sample(JsonData):
+    """One training row. Steps whose prompt extends the row before are merged into it."""
+
+    tokens: tuple[Any, ...]
+    loss_mask: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    advantages: tuple[float, ...]
+    temperature: float = 1.0
+    role: str = "agent"
+    task_id: str = ""
+    group_id: int = 0
+    reward: float | None = None
+
+    def __post_init__(self) -> None:
+        targets = len(self.tokens) - 1
+        for name in ("loss_mask", "logprobs", "versions", "advantages"):
+            if len(getattr(self, name)) != targets:
+                raise DataError(
+                    f"Sample: {name} has length {len(getattr(self, name))}, but {len(self.tokens)} tokens have "
+                    f"{targets} targets"
+                )
+
+    @property
+    def trained_tokens(self) -> int:
+        """Targets that count in the loss."""
+        return sum(self.loss_mask)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainBatch:
+    """Samples of one `forward_backward`, each with the weight that its token losses carry, cut into micro-batches.
+
+    `micro_batches` holds indices into `samples`. The gradient of a step is its global normaliser times the sum over
+    all tokens of weight times loss. The normaliser goes to `optim_step`, when the step is complete: so the result
+    does not depend on how the step was cut into batches or micro-batches.
+    """
+
+    samples: tuple[Sample, ...]
+    weights: tuple[float, ...]
+    micro_batches: tuple[tuple[int, ...], ...]
+
+
+class _Row:
+    """A row under construction."""
+
+    def __init__(self, step: Step) -> None:
+        self.tokens: list[Any] = []
+        self.mask: list[int] = []
+        self.logprobs: list[float] = []
+        self.versions: list[int] = []
+        self.advantages: list[float] = []
+        self.temperature = step.temperature
+        self.extend(step)
+
+    def continues_with(self, step: Step) -> bool:
+        size = len(self.tokens)
+        return (
+            step.temperature == self.temperature
+            and len(step.prompt_ids) >= size
+            and list(step.prompt_ids[:size]) == self.tokens
+        )
+
+    def extend(self, step: Step) -> None:
+        new_prompt = step.prompt_ids[len(self.tokens) :]
+        count = len(step.response_ids)
+        self.tokens += [*new_prompt, *step.response_ids]
+        self.mask += [0] * len(new_prompt) + [1] * count
+        self.logprobs += [0.0] * len(new_prompt) + list(step.logprobs or [0.0] * count)
+        self.versions += [NO_VERSION] * len(new_prompt) + list(step.versions or [NO_VERSION] * count)
+        self.advantages += [0.0] * len(new_prompt) + list(step.advantage or [0.0] * count)
+
+
+def merge_steps(trajectory: Trajectory, **identity: Any) -> list[Sample]:
+    """Rows of one trajectory: a Step whose prompt begins with the row so far extends it, else a new row begins.
+
+    Masks come from lengths, not token values: a sampled end-of-sequence or padding id is a real token. Advantages are
+    those of the Steps (0 where a Step has none yet).
+    """
+    return [
+        Sample(
+            tokens=tuple(row.tokens),
+            # entry i belongs to target i + 1: the first token is never a target
+            loss_mask=tuple(row.mask[1:]),
+            logprobs=tuple(row.logprobs[1:]),
+            versions=tuple(row.versions[1:]),
+            advantages=tuple(row.advantages[1:]),
+            temperature=row.temperature,
+            role=trajectory.name,
+            reward=trajectory.reward,
+            **identity,
+        )
+        for row in _rows(trajectory.steps)
+    ]
+
+
+def _rows(steps: Sequence[Step]) -> Iterator[_Row]:
+    row: _Row | None = None
+    for step in steps:
+        if not step.prompt_ids:
+            raise DataError("a Step must have at least one prompt token: the first token of a row is never a target")
+        if row is not None and row.continues_with(step):
+            row.extend(step)
+            continue
+        if row is not None:
+            yield row
+        row = _Row(step)
+    if row is not None:
+        yield row

@@ -1,0 +1,59 @@
+"""Which task comes next: a pure function of (seed, position), so that a resumed run sees the same suffix."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from functools import lru_cache
+
+from headrace.data.task import Task
+from headrace.errors import ConfigError
+
+
+class TaskSampler:
+    """An endless stream of tasks, epoch after epoch. Its whole state is `position` = (epoch, tasks drawn of it)."""
+
+    def __init__(
+        self, tasks: Sequence[Task], batch_size: int, seed: int = 0, shuffle: bool = True, drop_last: bool = True
+    ) -> None:
+        if drop_last and len(tasks) < batch_size:
+            raise ConfigError(
+                f"trainer.batch_size is {batch_size}, but there are only {len(tasks)} tasks; "
+                f"lower it or set data.drop_last = false"
+            )
+        self._tasks = list(tasks)
+        self._batch_size = batch_size
+        self._seed = seed
+        self._shuffle = shuffle
+        self._drop_last = drop_last
+        self._order = lru_cache(maxsize=2)(self._new_order)
+        self.position = (0, 0)
+
+    def __len__(self) -> int:
+        """Batches in one epoch."""
+        count = len(self._tasks) // self._batch_size
+        return count if self._drop_last else -(-len(self._tasks) // self._batch_size)
+
+    def next_batch(self) -> list[Task]:
+        """The next batch, all of one epoch; the last, short one is dropped or handed out short."""
+        epoch, drawn = self.position
+        left = len(self._tasks) - drawn
+        if left == 0 or (self._drop_last and left < self._batch_size):
+            epoch, drawn, left = epoch + 1, 0, len(self._tasks)
+        size = min(self._batch_size, left)
+        self.position = (epoch, drawn + size)
+        return [self._tasks[i] for i in self._order(epoch)[drawn : drawn + size]]
+
+    def next_task(self) -> Task:
+        """One more task, to replace one whose group was dropped."""
+        epoch, drawn = self.position
+        if drawn == len(self._tasks):
+            epoch, drawn = epoch + 1, 0
+        self.position = (epoch, drawn + 1)
+        return self._tasks[self._order(epoch)[drawn]]
+
+    def _new_order(self, epoch: int) -> list[int]:
+        order = list(range(len(self._tasks)))
+        if self._shuffle:
+            random.Random(f"{self._seed}/{epoch}").shuffle(order)
+        return order

@@ -1,0 +1,81 @@
+"""Task: one thing to do."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from headrace.data.codec import JsonData
+from headrace.errors import DataError
+from headrace.registry import resolve
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Task(JsonData):
+    """One thing to do. Give `messages`, or an `instruction`, which becomes a single user message."""
+
+    id: str
+    messages: tuple[Message, ...] = ()
+    instruction: str | None = None
+    answer: Any = None
+    source: str = "default"
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.messages and self.instruction is None:
+            raise DataError(f'task "{self.id}" has neither messages nor an instruction')
+        given = self.messages or ({"role": "user", "content": self.instruction},)
+        object.__setattr__(self, "messages", tuple(copy.deepcopy(message) for message in given))
+
+
+def load_tasks(source: str | Iterable[Task | dict[str, Any]], **args: Any) -> list[Task]:
+    """Tasks from a registered source, a .jsonl file, `"module:function"` or any iterable of tasks or dicts."""
+    if isinstance(source, str):
+        found = read_jsonl(Path(source), **args) if source.endswith(".jsonl") else resolve("tasks", source)(**args)
+        name = source
+    else:
+        found, name = source, "tasks"
+    tasks = [row if isinstance(row, Task) else _task_from_row(row, f"{name}, row {i}") for i, row in enumerate(found)]
+    if not tasks:
+        raise DataError(f"{name} has no tasks")
+    _check_ids(tasks, name)
+    return tasks
+
+
+def read_jsonl(path: Path) -> list[Task]:
+    """One task per line; an error names file, line and field."""
+    if not path.is_file():
+        raise DataError(f"there is no task file {path}")
+    tasks = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{path}, line {number}: not valid JSON: {error}") from None
+        tasks.append(_task_from_row(row, f"{path}, line {number}", default_id=str(number)))
+    return tasks
+
+
+def _task_from_row(row: Any, where: str, default_id: str | None = None) -> Task:
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: expected an object with messages or an instruction, got {row!r}")
+    try:
+        return Task.from_dict({"id": default_id, **row} if default_id is not None else row)
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from None
+
+
+def _check_ids(tasks: Sequence[Task], name: str) -> None:
+    seen: set[str] = set()
+    for task in tasks:
+        if task.id in seen:
+            raise DataError(f'{name} has two tasks with the id "{task.id}"; ids must be unique')
+        seen.add(task.id)

@@ -1,0 +1,1 @@
+"""Rollout engines: tokens in; tokens, log-probabilities and versions out."""

@@ -1,0 +1,103 @@
+"""What a rollout engine is: the protocol, what goes in and what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from headrace.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request is sampled. None means the engine's or the caller's default."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    max_tokens: int | None = None
+    stop: tuple[str, ...] | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if self.temperature is not None and not self.temperature >= 0:
+            raise ConfigError(f"temperature must be 0 (greedy) or above, got {self.temperature}")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p must be above 0 and at most 1, got {self.top_p}")
+        if self.top_k is not None and self.top_k < 0:
+            raise ConfigError(f"top_k must be 0 (all) or above, got {self.top_k}")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ConfigError(f"max_tokens must be at least 1, got {self.max_tokens}")
+
+    def filled(self, defaults: SamplingParams) -> SamplingParams:
+        """A copy in which what is None here is taken from `defaults`."""
+        names = ("temperature", "top_p", "top_k", "max_tokens", "stop")
+        return replace(self, **{n: getattr(defaults, n) for n in names if getattr(self, n) is None})
+
+
+DEFAULT_SAMPLING = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, max_tokens=256, stop=())
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What one request produced. `logprobs` are under the sampling distribution, `model_logprobs` at temperature 1."""
+
+    prompt_ids: tuple[int, ...]
+    completion_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    model_logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    finish_reason: str
+    temperature: float
+
+
+@dataclass(frozen=True, slots=True)
+class EngineHealth:
+    """A snapshot for people and watchdogs."""
+
+    alive: bool
+    paused: bool
+    version: int
+    running: int
+    waiting: int
+    generated_tokens: int
+    busy_s: float
+    error: str | None = None
+
+
+class RolloutEngine(Protocol):
+    """Tokens in; tokens, log-probabilities and versions out."""
+
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, seed: int) -> Generation:
+        """Sample one completion. Its random numbers depend on (seed, position) only."""
+        ...
+
+    async def compute_logprobs(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
+        """For each row, the log-probability at temperature 1 of every token but the first."""
+        ...
+
+    async def pause(self) -> None:
+        """Stop decoding between two tokens; requests stay where they are."""
+        ...
+
+    async def resume(self) -> None:
+        """Go on decoding."""
+        ...
+
+    async def load_weights(self, version: int, weights: Any = None) -> None:
+        """Take new weights between two tokens; None when the engine shares the learner's."""
+        ...
+
+    async def release_cache(self) -> None:
+        """Give cache memory back while the engine is idle; it is rebuilt when needed."""
+        ...
+
+    def health(self) -> EngineHealth:
+        """What the engine is doing now."""
+        ...
+
+    async def close(self) -> None:
+        """Stop; requests still under way fail."""
+        ...

@@ -1,0 +1,57 @@
+"""The exception tree, and `boundary`, which turns a foreign failure into one of ours.
+
+Every message says the problem, the value and the remedy. `HeadraceError` is what the command line prints as one
+line; anything else is a bug and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class HeadraceError(Exception):
+    """Something went wrong in a way that Headrace can explain."""
+
+
+class ConfigError(HeadraceError, ValueError):
+    """A run file, an option or a combination of options is wrong."""
+
+
+class DataError(HeadraceError, ValueError):
+    """Tasks, episodes or samples do not have the form they must have."""
+
+
+class ModelError(HeadraceError, ValueError):
+    """A model folder, name or tokenizer cannot be used."""
+
+
+class MissingExtraError(HeadraceError, ImportError):
+    """An optional dependency is not installed."""
+
+
+class EngineError(HeadraceError, RuntimeError):
+    """The rollout engine failed or was asked for what it cannot do."""
+
+
+class BackendError(HeadraceError, RuntimeError):
+    """The training backend failed or was asked for what it cannot do."""
+
+
+class WorkflowError(HeadraceError, RuntimeError):
+    """User code (a workflow or a judger) failed; the episode fails with it, not the run."""
+
+
+class DivergedError(HeadraceError, ArithmeticError):
+    """The loss or the gradients are no longer finite."""
+
+
+@contextmanager
+def boundary(error: type[HeadraceError], doing: str, *catch: type[BaseException]) -> Iterator[None]:
+    """Re-raise a failure of foreign code as `error`, saying what was being done. Our own errors pass unchanged."""
+    try:
+        yield
+    except HeadraceError:
+        raise
+    except (catch or (Exception,)) as cause:
+        raise error(f"{doing}: {type(cause).__name__}: {cause}") from cause

@@ -1,0 +1,134 @@
+"""Evaluator: the same fixed tasks each time, in order, all of them; a failed episode counts as wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from headrace.agents.loop import AgentLoopManager
+from headrace.config import EvalSet, RolloutSection
+from headrace.data.episode import Episode
+from headrace.data.task import Task
+from headrace.engine.base import SamplingParams
+
+_Z95 = 1.959963984540054
+_RESAMPLES = 1000
+
+
+class Evaluator:
+    """Evaluates sets of tasks. Touches neither training's buffer nor its sampler nor its random state."""
+
+    def __init__(self, sets: dict[str, tuple[EvalSet, list[Task]]], rollout: RolloutSection, seed: int) -> None:
+        self._sets = sets
+        self._rollout = rollout
+        self._seed = seed
+
+    async def evaluate(
+        self, manager: AgentLoopManager, progress: Callable[[str, int, int], None] | None = None
+    ) -> dict[str, float]:
+        """Metrics `eval/<set>/…` of every set."""
+        metrics: dict[str, float] = {}
+        for name, (section, tasks) in self._sets.items():
+            episodes = await self._roll_out(manager, name, section, tasks, progress)
+            for key, value in evaluation_metrics(episodes, section.attempts, self._seed).items():
+                metrics[f"eval/{name}/{key}"] = value
+        return metrics
+
+    async def _roll_out(
+        self,
+        manager: AgentLoopManager,
+        name: str,
+        section: EvalSet,
+        tasks: Sequence[Task],
+        progress: Callable[[str, int, int], None] | None,
+    ) -> list[list[Episode]]:
+        sampling = SamplingParams(
+            temperature=section.temperature,
+            top_p=1.0,
+            top_k=0,
+            max_tokens=section.max_tokens or self._rollout.max_tokens,
+            stop=self._rollout.stop,
+        )
+        done = 0
+
+        def count(_: Episode) -> None:
+            nonlocal done
+            done += 1
+            if progress is not None:
+                progress(name, done, len(tasks) * section.attempts)
+
+        async with asyncio.TaskGroup() as group:
+            running = [
+                group.create_task(
+                    # group_id is the task's place in the list: every evaluation draws the same random numbers
+                    manager.roll_out_group(task, index, section.attempts, self._seed, sampling, count)
+                )
+                for index, task in enumerate(tasks)
+            ]
+        return [task.result() for task in running]
+
+
+def evaluation_metrics(episodes: Sequence[Sequence[Episode]], attempts: int, seed: int = 0) -> dict[str, float]:
+    """pass@k, avg@k with 95% intervals, overall and per source, from the episodes of each task."""
+    metrics = _scores(episodes, attempts, seed)
+    sources = sorted({task[0].source for task in episodes})
+    if len(sources) > 1:
+        for source in sources:
+            chosen = [task for task in episodes if task[0].source == source]
+            metrics |= {f"{source}/{key}": value for key, value in _scores(chosen, attempts, seed).items()}
+    return metrics
+
+
+def _scores(episodes: Sequence[Sequence[Episode]], attempts: int, seed: int) -> dict[str, float]:
+    correct = [sum(_is_right(episode) for episode in task) for task in episodes]
+    flat = [episode for task in episodes for episode in task]
+    metrics = {
+        "tasks": float(len(episodes)),
+        "failed": float(sum(episode.failed for episode in flat)),
+        "reward": float(np.mean([0.0 if episode.failed else episode.reward for episode in flat])),
+        "response_tokens": float(np.mean([episode.response_tokens for episode in flat])),
+    }
+    for k in sorted({1, *(2**i for i in range(attempts.bit_length())), attempts}):
+        if k <= attempts:
+            metrics[f"pass@{k}"] = float(np.mean([pass_at_k(attempts, c, k) for c in correct]))
+    metrics[f"avg@{attempts}"] = float(np.mean([c / attempts for c in correct]))
+    low, high = (
+        wilson_interval(sum(correct), len(correct))
+        if attempts == 1
+        else bootstrap_interval([c / attempts for c in correct], seed)
+    )
+    return {**metrics, "pass@1_low": low, "pass@1_high": high}
+
+
+def _is_right(episode: Episode) -> bool:
+    if episode.failed:
+        return False
+    return episode.is_correct if episode.is_correct is not None else episode.reward >= 1.0
+
+
+def pass_at_k(attempts: int, correct: int, k: int) -> float:
+    """Unbiased: 1 - C(n - c, k) / C(n, k)."""
+    return 1.0 - math.comb(attempts - correct, k) / math.comb(attempts, k)
+
+
+def wilson_interval(successes: int, trials: int) -> tuple[float, float]:
+    """95% interval of a proportion."""
+    if trials == 0:
+        return 0.0, 1.0
+    share = successes / trials
+    centre = share + _Z95**2 / (2 * trials)
+    spread = _Z95 * math.sqrt(share * (1 - share) / trials + _Z95**2 / (4 * trials**2))
+    scale = 1 + _Z95**2 / trials
+    return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
+
+
+def bootstrap_interval(values: Sequence[float], seed: int = 0) -> tuple[float, float]:
+    """95% interval of the mean, resampling tasks."""
+    rng = np.random.default_rng(seed)
+    data = np.asarray(values)
+    means = data[rng.integers(0, len(data), (_RESAMPLES, len(data)))].mean(axis=1)
+    low, high = np.percentile(means, [2.5, 97.5])
+    return float(low), float(high)

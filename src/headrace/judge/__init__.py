@@ -1,0 +1,1 @@
+"""Judgers: who scores episodes."""

@@ -1,0 +1,57 @@
+"""Judger: one method. A plain function `judge(task, text) -> float | bool` works too."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from headrace.data.episode import Episode
+from headrace.data.task import Task
+from headrace.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a judger says of an episode."""
+
+    reward: float
+    is_correct: bool | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class Judger:
+    """Scores an episode."""
+
+    async def judge(self, task: Task, episode: Episode) -> Verdict:
+        """The reward of the episode, and whether it counts as correct."""
+        raise NotImplementedError
+
+
+class FunctionJudger(Judger):
+    """A function of (task, last assistant text), run off the event loop if it is synchronous."""
+
+    def __init__(self, function: Callable[[Task, str], Any]) -> None:
+        self._function = function
+
+    async def judge(self, task: Task, episode: Episode) -> Verdict:
+        if inspect.iscoroutinefunction(self._function):
+            score = await self._function(task, episode.text)
+        else:
+            score = await asyncio.to_thread(self._function, task, episode.text)
+        return score if isinstance(score, Verdict) else Verdict(float(score), is_correct=float(score) >= 1.0)
+
+
+def as_judger(target: Any, args: dict[str, Any]) -> Judger:
+    """A judger given as class, instance or function."""
+    if inspect.isclass(target):
+        target = target(**args)
+    elif args:
+        raise ConfigError(f"workflow.judger_args {sorted(args)} are given, but the judger is not a class")
+    if isinstance(target, Judger):
+        return target
+    if callable(target):
+        return FunctionJudger(target)
+    raise ConfigError(f"a judger is a Judger or a function of (task, text), got {type(target).__name__}")

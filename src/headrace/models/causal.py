@@ -1,0 +1,100 @@
+"""One interface over causal language models, for the learner and the engine alike.
+
+`hidden` runs packed rows of different lengths in one pass without letting them see each other; `logits` is applied
+only where it is needed. `prefill` and `decode` work on slots of a key/value cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from headrace.errors import DataError
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRows:
+    """Rows of tokens laid end to end: ids and positions over all N tokens, and where each row starts."""
+
+    ids_N: Tensor
+    positions_N: Tensor
+    lengths: tuple[int, ...]
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[Sequence[Any]], device: torch.device | str = "cpu") -> PackedRows:
+        """Pack rows of integer ids; anything else among them cannot be read by a text model."""
+        for row in rows:
+            odd = next((token for token in row if not isinstance(token, int)), None)
+            if odd is not None:
+                raise DataError(f"a text model reads integer token ids, got {type(odd).__name__} {str(odd)[:60]!r}")
+        flat = [token for row in rows for token in row]
+        positions = [position for row in rows for position in range(len(row))]
+        return cls(
+            torch.tensor(flat, dtype=torch.long, device=device),
+            torch.tensor(positions, dtype=torch.long, device=device),
+            tuple(len(row) for row in rows),
+        )
+
+    def padded_index(self) -> tuple[int, int, Tensor | None]:
+        """(rows, longest, index of each token in a right-padded [rows * longest] layout; None if nothing is padded)."""
+        rows, longest = len(self.lengths), max(self.lengths)
+        if min(self.lengths) == longest:
+            return rows, longest, None
+        lengths_R = torch.tensor(self.lengths, device=self.ids_N.device)
+        starts_R = torch.arange(rows, device=self.ids_N.device) * longest
+        return rows, longest, starts_R.repeat_interleave(lengths_R) + self.positions_N
+
+
+class SlotCache(Protocol):
+    """Keys and values of the sequences being decoded, one slot each."""
+
+    def ensure(self, slots: int, length: int) -> None:
+        """Make room for `slots` sequences of `length` tokens, keeping what is there."""
+        ...
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` positions of one slot to another."""
+        ...
+
+    def release(self) -> None:
+        """Give all memory back."""
+        ...
+
+
+class CausalModel(Protocol):
+    """What learner and engine need of a model."""
+
+    vocabulary: int
+    max_length: int
+
+    def hidden(self, rows: PackedRows) -> Tensor:
+        """Final hidden states [N, D] of packed rows, with gradients if enabled."""
+        ...
+
+    def logits(self, hidden_ND: Tensor) -> Tensor:
+        """Logits [N, V] of hidden states."""
+        ...
+
+    def new_cache(self) -> SlotCache:
+        """An empty cache."""
+        ...
+
+    def prefill(self, cache: Any, rows: PackedRows, slots: Sequence[int]) -> None:
+        """Fill the slots' caches with the rows."""
+        ...
+
+    def decode(self, cache: Any, ids_B: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Feed one token to each of slots 0..B-1, whose caches hold `lengths` tokens; hidden states [B, D]."""
+        ...
+
+
+def build_causal_model(hf_model: Any, fast_path: bool = True) -> CausalModel:
+    """The fast forward where the architecture is covered, else the transformers forward, with the same results."""
+    from headrace.models.fallback import TransformersModel
+    from headrace.models.llama import LlamaModel, covers
+
+    return LlamaModel(hf_model) if fast_path and covers(hf_model) else TransformersModel(hf_model)

@@ -1,0 +1,278 @@
+"""A lean forward for the Llama family (Llama, SmolLM2, Qwen2, Qwen3, Mistral) on the weights of a transformers model.
+
+The parameters stay those of the transformers module, so that the optimizer, peft and saving see an ordinary model.
+Query/key/value and gate/up weights are laid out as views of one buffer each: decoding multiplies by the whole
+buffer, training by the parts, and nothing is ever copied between learner and engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from headrace.models.causal import PackedRows
+
+_FAMILY = {"llama", "qwen2", "qwen3", "mistral"}
+_STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
+_LENGTH_GRAIN, _SLOT_GRAIN = 64, 16
+
+
+def covers(hf_model: Any) -> bool:
+    """Whether this forward computes the same function as the model's own."""
+    config = _unwrap(hf_model).config
+    sliding = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
+    rope = getattr(config, "rope_parameters", None) or {}
+    return (
+        config.model_type in _FAMILY
+        and not sliding
+        and config.hidden_act == "silu"
+        and rope.get("rope_type", "default") in _STATIC_ROPE
+        and not getattr(config, "attention_dropout", 0.0)
+    )
+
+
+def _unwrap(hf_model: Any) -> Any:
+    return hf_model.get_base_model() if hasattr(hf_model, "peft_config") else hf_model
+
+
+class FusedLinear:
+    """Several linear layers that read the same input, as one product; adapters are added on top."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        plain: list[Any] = [getattr(layer, "base_layer", layer) for layer in layers]
+        self.sizes = [layer.out_features for layer in plain]
+        self.weight = _share(plain, "weight")
+        self.bias = _share(plain, "bias") if plain[0].bias is not None else None
+        self._adapted = [(i, layer) for i, layer in enumerate(layers) if hasattr(layer, "lora_A")]
+
+    def __call__(self, x_ND: Tensor) -> Tensor:
+        out = F.linear(x_ND, self.weight, self.bias)
+        if self._adapted:
+            parts = list(out.split(self.sizes, dim=-1))
+            for index, layer in self._adapted:
+                for name in layer.active_adapters:
+                    low = F.linear(x_ND, layer.lora_A[name].weight)
+                    parts[index] += layer.scaling[name] * F.linear(low, layer.lora_B[name].weight)
+        return out
+
+
+def _share(layers: Sequence[Any], name: str) -> Tensor:
+    """One buffer that holds the layers' tensors end to end, with the parameters turned into views of it."""
+    parts = [getattr(layer, name).data for layer in layers]
+    if len(parts) == 1 or _end_to_end(parts):  # laid out by an earlier call
+        rows = sum(part.shape[0] for part in parts)
+        return parts[0].as_strided((rows, *parts[0].shape[1:]), parts[0].stride())
+    buffer = torch.cat(parts)
+    start = 0
+    for layer in layers:
+        parameter = getattr(layer, name)
+        parameter.data = buffer[start : start + parameter.shape[0]]
+        start += parameter.shape[0]
+    return buffer
+
+
+def _end_to_end(parts: Sequence[Tensor]) -> bool:
+    return all(
+        one.untyped_storage().data_ptr() == two.untyped_storage().data_ptr()
+        and one.storage_offset() + one.numel() == two.storage_offset()
+        for one, two in pairwise(parts)
+    )
+
+
+class _Layer:
+    """One decoder layer: references to the modules' parameters."""
+
+    def __init__(self, module: Any) -> None:
+        attention, mlp = module.self_attn, module.mlp
+        self.module = module
+        self.qkv = FusedLinear([attention.q_proj, attention.k_proj, attention.v_proj])
+        self.out = FusedLinear([attention.o_proj])
+        self.gate_up = FusedLinear([mlp.gate_proj, mlp.up_proj])
+        self.down = FusedLinear([mlp.down_proj])
+        self.q_norm, self.k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+        self.norm_1, self.norm_2 = module.input_layernorm, module.post_attention_layernorm
+
+
+def _rms_norm(x: Tensor, norm: Any) -> Tensor:
+    return F.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
+
+
+def _rotate(x_NHd: Tensor, cos_N1d: Tensor, sin_N1d: Tensor) -> Tensor:
+    first, second = x_NHd.chunk(2, dim=-1)
+    return x_NHd * cos_N1d + torch.cat((-second, first), dim=-1) * sin_N1d
+
+
+def _round_up(count: int, grain: int) -> int:
+    return -(-count // grain) * grain
+
+
+class LlamaCache:
+    """Per layer: keys and values [slots, kv heads, length, head dim]; grows, never shrinks until released."""
+
+    def __init__(self, layers: int, heads: int, dim: int, like: Tensor) -> None:
+        self._shape = (layers, heads, dim)
+        self._like = like
+        self._slots = self._length = 0
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+
+    def ensure(self, slots: int, length: int) -> None:
+        if slots <= self._slots and length <= self._length:
+            return
+        layers, heads, dim = self._shape
+        old_slots, old_length = self._slots, self._length
+        if slots > old_slots:
+            self._slots = _round_up(slots, _SLOT_GRAIN)
+        if length > old_length:  # by half at least, or long sequences would copy the cache over and over
+            self._length = _round_up(max(length, old_length * 3 // 2), _LENGTH_GRAIN)
+        for tensors in (self.keys, self.values):
+            for layer in range(layers):
+                grown = self._like.new_zeros((self._slots, heads, self._length, dim))
+                if old_slots:
+                    grown[:old_slots, :, :old_length] = tensors[layer]
+                    tensors[layer] = grown
+                else:
+                    tensors.append(grown)
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        for tensor in (*self.keys, *self.values):
+            tensor[target, :, :length] = tensor[source, :, :length]
+
+    def release(self) -> None:
+        self._slots = self._length = 0
+        self.keys, self.values = [], []
+
+
+class LlamaModel:
+    """The fast forward. Any number of these may share one transformers model."""
+
+    def __init__(self, hf_model: Any) -> None:
+        base = _unwrap(hf_model)
+        config = base.config
+        self.vocabulary: int = config.vocab_size
+        self.max_length: int = config.max_position_embeddings
+        self.gradient_checkpointing = False
+        self._heads: int = config.num_attention_heads
+        self._kv_heads: int = config.num_key_value_heads
+        self._dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self._embedding = base.model.embed_tokens
+        self._norm = base.model.norm
+        self._head = base.lm_head
+        self._rotary = base.model.rotary_emb
+        self._layers = [_Layer(module) for module in base.model.layers]
+        self._cos_Pd = self._sin_Pd = torch.empty(0)
+
+    def hidden(self, rows: PackedRows) -> Tensor:
+        return _rms_norm(self._run(rows), self._norm)
+
+    def logits(self, hidden_ND: Tensor) -> Tensor:
+        return self._head(hidden_ND)
+
+    def new_cache(self) -> LlamaCache:
+        return LlamaCache(len(self._layers), self._kv_heads, self._dim, self._embedding.weight.data)
+
+    @torch.no_grad()
+    def prefill(self, cache: LlamaCache, rows: PackedRows, slots: Sequence[int]) -> None:
+        slots_N = torch.tensor(slots).repeat_interleave(torch.tensor(rows.lengths))
+
+        def keep(layer: int, k_NHd: Tensor, v_NHd: Tensor) -> None:
+            cache.keys[layer][slots_N, :, rows.positions_N] = k_NHd
+            cache.values[layer][slots_N, :, rows.positions_N] = v_NHd
+
+        self._run(rows, keep)
+
+    @torch.no_grad()
+    def decode(self, cache: LlamaCache, ids_B: Tensor, lengths: Sequence[int]) -> Tensor:
+        count, longest = len(lengths), max(lengths) + 1
+        lengths_B = torch.tensor(lengths)
+        slots_B = torch.arange(count)
+        cos_B1d, sin_B1d = self._angles(lengths_B, longest)
+        mask_B11L = self._decode_mask(lengths_B, longest)
+        x = self._embedding(ids_B)
+        for index, layer in enumerate(self._layers):
+            q, k, v = self._split(layer, layer.qkv(_rms_norm(x, layer.norm_1)), cos_B1d, sin_B1d)
+            keys, values = cache.keys[index], cache.values[index]
+            keys[slots_B, :, lengths_B] = k
+            values[slots_B, :, lengths_B] = v
+            # the query heads of a kv head stand where query positions do: no key is repeated
+            mixed = F.scaled_dot_product_attention(
+                q.view(count, self._kv_heads, -1, self._dim),
+                keys[:count, :, :longest],
+                values[:count, :, :longest],
+                attn_mask=mask_B11L,
+            )
+            x = x + layer.out(mixed.reshape(count, -1))
+            gate, up = layer.gate_up(_rms_norm(x, layer.norm_2)).chunk(2, dim=-1)
+            x = x + layer.down(F.silu(gate) * up)
+        return _rms_norm(x, self._norm)
+
+    def _run(self, rows: PackedRows, keep: Any = None) -> Tensor:
+        """All layers over packed rows. With `keep`, hands over keys and values and stops once the last are known."""
+        cos_N1d, sin_N1d = self._angles(rows.positions_N, max(rows.lengths))
+        padding = rows.padded_index()
+        x = self._embedding(rows.ids_N)
+        for index, layer in enumerate(self._layers):
+            if keep is not None and index == len(self._layers) - 1:
+                _, k, v = self._split(layer, layer.qkv(_rms_norm(x, layer.norm_1)), cos_N1d, sin_N1d)
+                keep(index, k, v)
+                break
+            if self.gradient_checkpointing and torch.is_grad_enabled():
+                x = checkpoint(self._block, index, x, cos_N1d, sin_N1d, padding, None, use_reentrant=False)
+                assert isinstance(x, Tensor)
+            else:
+                x = self._block(index, x, cos_N1d, sin_N1d, padding, keep)
+        return x
+
+    def _block(self, index: int, x: Tensor, cos: Tensor, sin: Tensor, padding: Any, keep: Any) -> Tensor:
+        layer = self._layers[index]
+        attention, mlp = layer.module.self_attn, layer.module.mlp
+        normed = _rms_norm(x, layer.norm_1)
+        # the modules are called one by one: gradients must reach each parameter, not the shared buffer
+        projected = torch.cat((attention.q_proj(normed), attention.k_proj(normed), attention.v_proj(normed)), dim=-1)
+        q, k, v = self._split(layer, projected, cos, sin)
+        if keep is not None:
+            keep(index, k, v)
+        x = x + attention.o_proj(self._attend(q, k, v, padding))
+        normed = _rms_norm(x, layer.norm_2)
+        return x + mlp.down_proj(F.silu(mlp.gate_proj(normed)) * mlp.up_proj(normed))
+
+    def _split(self, layer: _Layer, qkv_N: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = qkv_N.split(layer.qkv.sizes, dim=-1)
+        q, k, v = (part.unflatten(-1, (-1, self._dim)) for part in (q, k, v))
+        if layer.q_norm is not None:
+            q, k = _rms_norm(q, layer.q_norm), _rms_norm(k, layer.k_norm)
+        return _rotate(q, cos, sin), _rotate(k, cos, sin), v
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, padding: tuple[int, int, Tensor | None]) -> Tensor:
+        rows, longest, index_N = padding
+
+        def spread(x_NHd: Tensor) -> Tensor:
+            if index_N is not None:
+                x_NHd = x_NHd.new_zeros((rows * longest, *x_NHd.shape[1:])).index_copy(0, index_N, x_NHd)
+            return x_NHd.unflatten(0, (rows, longest)).transpose(1, 2)
+
+        # right padding comes after every real query, so causality alone keeps rows and padding apart
+        mixed = F.scaled_dot_product_attention(spread(q), spread(k), spread(v), is_causal=True, enable_gqa=True)
+        flat = mixed.transpose(1, 2).reshape(rows * longest, -1)
+        return flat if index_N is None else flat.index_select(0, index_N)
+
+    def _angles(self, positions_N: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+        if longest > self._cos_Pd.shape[0]:
+            size = -(-longest // 512) * 512
+            weight = self._embedding.weight
+            cos, sin = self._rotary(weight, torch.arange(size, device=weight.device)[None])
+            self._cos_Pd, self._sin_Pd = cos[0], sin[0]
+        return self._cos_Pd[positions_N].unsqueeze(1), self._sin_Pd[positions_N].unsqueeze(1)
+
+    def _decode_mask(self, lengths_B: Tensor, longest: int) -> Tensor | None:
+        if bool((lengths_B == longest - 1).all()):
+            return None
+        visible_BL = torch.arange(longest)[None] <= lengths_B[:, None]
+        mask = self._embedding.weight.new_zeros(visible_BL.shape).masked_fill(~visible_BL, float("-inf"))
+        return mask[:, None, None]

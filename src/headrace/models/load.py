@@ -1,0 +1,48 @@
+"""Loading models and tokenizers, with one clear sentence for whatever can be wrong with them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from headrace.config import LoraSection, ModelSection
+from headrace.errors import ModelError, boundary
+from headrace.models.catalog import resolve_model
+
+
+def load_tokenizer(name: str) -> Any:
+    """The tokenizer of a model by catalog name, folder or hub id."""
+    folder = resolve_model(name)
+    with boundary(ModelError, f'cannot load the tokenizer of model "{name}"'):
+        return AutoTokenizer.from_pretrained(folder)
+
+
+def load_model(section: ModelSection) -> Any:
+    """The transformers model, in the wanted type, with adapters if the section asks for them."""
+    folder = resolve_model(section.name)
+    with boundary(ModelError, f'cannot load model "{section.name}"'):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, section.dtype))
+    return add_adapters(model, section.lora) if section.lora.rank else model
+
+
+def add_adapters(model: Any, lora: LoraSection) -> Any:
+    """The model with its weights frozen and low-rank adapters on the named layers."""
+    from peft import LoraConfig, get_peft_model
+
+    linear = {name.rsplit(".", 1)[-1] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    unknown = sorted(set(lora.targets) - linear)
+    if unknown:
+        raise ModelError(
+            f"model.lora.targets names layers that the model does not have: {', '.join(unknown)}; "
+            f"it has {', '.join(sorted(linear))}"
+        )
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]
+        lora_dropout=lora.dropout,
+        target_modules=list(lora.targets),
+        task_type="CAUSAL_LM",
+    )
+    return get_peft_model(model, config)

@@ -1,0 +1,34 @@
+"""Log-probabilities of targets, with the logits of only one chunk of positions in memory at a time."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from headrace.models.causal import CausalModel
+
+
+def target_logprobs(
+    model: CausalModel, hidden_MD: Tensor, targets_M: Tensor, temperatures_M: Tensor, chunk: int
+) -> tuple[Tensor, Tensor]:
+    """(log-probability of each target, entropy of each distribution), both [M], at the given temperatures.
+
+    With gradients, a chunk's logits are computed again in the backward pass instead of being kept, so that memory
+    does not grow with vocabulary x length.
+    """
+    recompute = torch.is_grad_enabled() and hidden_MD.shape[0] > chunk
+
+    def one_chunk(hidden: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
+        logprobs_CV = torch.log_softmax(model.logits(hidden).float() / temperatures[:, None], dim=-1)
+        chosen = logprobs_CV.gather(1, targets[:, None]).squeeze(1)
+        with torch.no_grad():
+            entropy = -(logprobs_CV.exp() * logprobs_CV).sum(-1)
+        return chosen, entropy
+
+    parts = []
+    for start in range(0, hidden_MD.shape[0], chunk):
+        window = slice(start, start + chunk)
+        inputs = (hidden_MD[window], targets_M[window], temperatures_M[window])
+        parts.append(checkpoint(one_chunk, *inputs, use_reentrant=False) if recompute else one_chunk(*inputs))
+    return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])

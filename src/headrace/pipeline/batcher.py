@@ -1,0 +1,54 @@
+"""The one place that packs: groups become a TrainBatch, cut into micro-batches, with the normaliser of the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from headrace.config import AlgorithmSection
+from headrace.data.episode import TrajectoryGroup
+from headrace.data.sample import Sample, TrainBatch, merge_steps
+
+
+def to_samples(groups: Sequence[TrajectoryGroup]) -> list[Sample]:
+    """Training rows of all trajectories, leaving out rows with nothing to train."""
+    rows = [
+        sample
+        for group in groups
+        for trajectory in group.trajectories
+        for sample in merge_steps(trajectory, task_id=group.task_id, group_id=group.group_id)
+    ]
+    return [row for row in rows if row.trained_tokens]
+
+
+def pack(samples: Sequence[Sample], algorithm: AlgorithmSection, micro_batch_tokens: int) -> TrainBatch:
+    """Rows of similar length together, at most `micro_batch_tokens` per micro-batch (or one row that is longer)."""
+    order = sorted(range(len(samples)), key=lambda i: (-len(samples[i].tokens), i))
+    micro_batches: list[list[int]] = []
+    room = 0
+    for index in order:
+        size = len(samples[index].tokens)
+        if size > room:
+            micro_batches.append([])
+            room = micro_batch_tokens
+        micro_batches[-1].append(index)
+        room -= size
+    weights = tuple(1.0 / s.trained_tokens if algorithm.aggregation == "sequence_mean_token_mean" else 1.0 for s in samples)
+    return TrainBatch(tuple(samples), weights, tuple(tuple(batch) for batch in micro_batches))
+
+
+def grad_scale(batches: Sequence[TrainBatch], algorithm: AlgorithmSection) -> float:
+    """What the summed gradient of a whole optimizer step is multiplied with.
+
+    It counts over the step, not per micro-batch, or short micro-batches would be upweighted.
+    """
+    rows = sum(len(batch.samples) for batch in batches)
+    tokens = sum(sample.trained_tokens for batch in batches for sample in batch.samples)
+    match algorithm.aggregation:
+        case "token_mean":
+            return 1.0 / max(tokens, 1)
+        case "sequence_mean_token_mean" | "sequence_mean_token_sum":
+            return 1.0 / max(rows, 1)
+        case "constant":
+            return 1.0 / (max(rows, 1) * algorithm.aggregation_length)
+        case "token_sum":
+            return 1.0

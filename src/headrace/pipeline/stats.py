@@ -1,0 +1,33 @@
+"""What a training batch looked like, as metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean, pstdev
+
+from headrace.data.sample import TrainBatch
+from headrace.metrics import MetricsAggregator, Reducer
+from headrace.pipeline.buffer import FinishedGroup
+
+
+def batch_metrics(finished: Sequence[FinishedGroup], batch: TrainBatch, version: int) -> MetricsAggregator:
+    """Rewards, lengths, staleness and the users' own episode metrics."""
+    metrics = MetricsAggregator()
+    episodes = [episode for item in finished for episode in item.episodes if not episode.failed]
+    rewards = [reward for item in finished for group in item.groups for reward in group.rewards()]
+    metrics.record("reward/mean", fmean(rewards), Reducer.MEAN)
+    metrics.record("reward/std", pstdev(rewards), Reducer.MEAN)
+    uniform = [len(set(group.rewards())) == 1 for item in finished for group in item.groups]
+    metrics.record("reward/uniform_groups", fmean(uniform), Reducer.MEAN)
+    for episode in episodes:
+        metrics.record("tokens/generated", episode.response_tokens, Reducer.SUM)
+        metrics.record("response/length_mean", episode.response_tokens, Reducer.MEAN)
+        metrics.record("response/cut_share", episode.termination == "length", Reducer.MEAN)
+        metrics.record_all(episode.metrics, Reducer.MEAN, prefix="episode/")
+    versions = [v for sample in batch.samples for v, m in zip(sample.versions, sample.loss_mask, strict=True) if m and v >= 0]
+    if versions:
+        metrics.record("staleness/max", version - min(versions), Reducer.MAX)
+        metrics.record("staleness/mean", version - fmean(versions), Reducer.MEAN)
+    metrics.record("batch/rows", len(batch.samples), Reducer.SUM)
+    metrics.record("batch/tokens", sum(len(sample.tokens) for sample in batch.samples), Reducer.SUM)
+    return metrics

@@ -1,0 +1,145 @@
+"""Names to objects: `(kind, name)` is looked up here, then in entry points, then as `"module:object"`.
+
+Nothing is imported until it is asked for, so heavy packages load only when a run uses them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterable
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from headrace.errors import ConfigError, MissingExtraError
+
+_BUILTIN: dict[str, dict[str, str]] = {
+    "backend": {"local": "headrace.backends.local.backend:LocalBackend"},
+    "engine": {"torch": "headrace.engine.torch_engine:TorchEngine"},
+    "workflow": {
+        "single_turn": "headrace.agents.workflow:single_turn",
+        "demonstration": "headrace.agents.workflow:demonstration",
+    },
+    "judger": {"countdown": "headrace.judge.countdown:CountdownJudger"},
+    "tasks": {
+        "countdown": "headrace.data.countdown:countdown_tasks",
+        "countdown_demonstrations": "headrace.data.countdown:countdown_demonstrations",
+    },
+    "estimator": {
+        "grpo": "headrace.advantage.estimators:grpo",
+        "reinforce": "headrace.advantage.estimators:reinforce",
+        "constant": "headrace.advantage.estimators:constant",
+    },
+    "loss": {
+        "ppo_clip": "headrace.backends.losses:ppo_clip",
+        "cross_entropy": "headrace.backends.losses:cross_entropy",
+    },
+    "tracker": {
+        "console": "headrace.track.console:ConsoleTracker",
+        "jsonl": "headrace.track.jsonl:JsonlTracker",
+        "tensorboard": "headrace.track.tensorboard:TensorBoardTracker",
+    },
+}
+
+# What to install when a leaf module's import fails, by the top-level package that is missing.
+_EXTRA_OF_PACKAGE = {
+    "torch": "local",
+    "transformers": "local",
+    "safetensors": "local",
+    "tokenizers": "local",
+    "peft": "local",
+    "gguf": "gguf",
+    "matplotlib": "plot",
+}
+
+_registered: dict[tuple[str, str], Any] = {}
+
+
+def register(kind: str, name: str, target: Any) -> None:
+    """Make `name` mean `target` (an object or `"module:object"`) for this process."""
+    _registered[kind, name] = target
+
+
+def names(kind: str) -> list[str]:
+    """Every name known for `kind`, sorted."""
+    found = set(_BUILTIN.get(kind, {})) | {name for k, name in _registered if k == kind}
+    found |= {point.name for point in entry_points(group=f"headrace.{kind}")}
+    return sorted(found)
+
+
+def resolve(kind: str, name: str) -> Any:
+    """The object that `name` stands for; `"package.module:object"` and `"file.py:object"` work for every kind."""
+    if (kind, name) in _registered:
+        target = _registered[kind, name]
+        return load_object(target) if isinstance(target, str) else target
+    if name in _BUILTIN.get(kind, {}):
+        return load_object(_BUILTIN[kind][name])
+    for point in entry_points(group=f"headrace.{kind}"):
+        if point.name == name:
+            return point.load()
+    if ":" in name:
+        return load_object(name)
+    raise ConfigError(
+        f'unknown {kind} "{name}"{nearest(name, names(kind))}; known: {", ".join(names(kind))}, '
+        f'or your own as "module:object"'
+    )
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """`, did you mean "x"?` for the closest known word, or nothing."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f', did you mean "{close[0]}"?' if close else ""
+
+
+def load_object(path: str) -> Any:
+    """Import `"package.module:attribute"` or `"path/to/file.py:attribute"`."""
+    module_name, _, attribute = path.rpartition(":")
+    if not module_name or not attribute:
+        raise ConfigError(f'"{path}" is not of the form "module:object" or "file.py:object"')
+    module = _load_file(Path(module_name)) if module_name.endswith(".py") else _import(module_name)
+    found: Any = module
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            public = [n for n in dir(module) if not n.startswith("_")]
+            raise ConfigError(f'"{module_name}" has no "{attribute}"{nearest(attribute, public)}')
+        found = getattr(found, part)
+    return found
+
+
+def _import(module_name: str) -> Any:
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))  # a console script does not have the user's folder on its path
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as missing:
+        package = (missing.name or "").split(".")[0]
+        if package in _EXTRA_OF_PACKAGE:
+            extra = _EXTRA_OF_PACKAGE[package]
+            raise MissingExtraError(
+                f'"{package}" is not installed, which {module_name} needs; pip install "headrace[{extra}]"'
+            ) from missing
+        if module_name.startswith(package) and not module_name.startswith("headrace"):
+            raise ConfigError(f'cannot import "{module_name}": there is no module "{missing.name}"') from missing
+        raise
+
+
+def _load_file(path: Path) -> Any:
+    path = path.resolve()
+    if not path.is_file():
+        raise ConfigError(f"there is no file {path}")
+    name = f"headrace_user_{path.stem}"
+    if name in sys.modules and getattr(sys.modules[name], "__file__", None) == str(path):
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # before exec: dataclasses and pickling look the module up by name
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

@@ -1,0 +1,121 @@
+"""Run files: TOML plus `--section.key value` overrides become one `RunConfig`, or one clear sentence."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+
+from headrace.config import RunConfig
+from headrace.errors import ConfigError
+from headrace.registry import nearest
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a TOML run file and apply overrides such as `["--trainer.steps", "2"]`."""
+    path = Path(path)
+    return build_config(_read_toml(path), overrides, where=str(path))
+
+
+def build_config(values: dict[str, Any], overrides: Sequence[str] = (), where: str = "configuration") -> RunConfig:
+    """Validate nested values with overrides laid over them."""
+    for key, text in parse_overrides(overrides):
+        _lay_over(values, key, _parse_value(text))
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(f"{where}: {'; '.join(_explain(error))}") from None
+
+
+def parse_overrides(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """`--a.b value` and `--a.b=value` as (key, text) pairs."""
+    rest = iter(words)
+    for word in rest:
+        if not word.startswith("--"):
+            raise ConfigError(f'expected an option such as --trainer.steps, got "{word}"')
+        key, equals, text = word[2:].partition("=")
+        if not equals:
+            following = next(rest, None)
+            if following is None:
+                raise ConfigError(f"--{key} needs a value")
+            text = following
+        yield key.replace("-", "_"), text
+
+
+def field_paths(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every `section.key` with its pydantic field, depth first."""
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from field_paths(field.annotation, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", field
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        near = nearest(path.name, (p.name for p in path.parent.glob("*.toml"))) if path.parent.is_dir() else ""
+        raise ConfigError(f"there is no run file {path}{near}")
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder; give the run file in it, such as {path / 'config.toml'}")
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from None
+
+
+def _parse_value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text  # a bare word is a string
+
+
+def _lay_over(values: dict[str, Any], key: str, value: Any) -> None:
+    *parents, last = key.split(".")
+    for done, part in enumerate(parents):
+        inner = values.setdefault(part, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(f"--{key}: {'.'.join(parents[: done + 1])} is a value, not a section")
+        values = inner
+    values[last] = value
+
+
+def _explain(error: ValidationError) -> Iterator[str]:
+    for problem in error.errors():
+        where = ".".join(str(part) for part in problem["loc"])
+        if problem["type"] == "extra_forbidden":
+            yield f'unknown key "{where}"{_nearest_key(problem["loc"])}'
+        elif problem["type"] == "value_error":
+            yield f"{where + ': ' if where else ''}{problem['ctx']['error']}"
+        else:
+            yield f"{where}: {problem['msg'][0].lower() + problem['msg'][1:]}, got {problem['input']!r}"
+
+
+def _nearest_key(location: tuple[int | str, ...]) -> str:
+    known = _keys_at(RunConfig, [str(part) for part in location[:-1]])
+    close = nearest(str(location[-1]), known)
+    if close:
+        return close
+    elsewhere = [path for path, _ in field_paths() if path.rsplit(".", 1)[-1] == location[-1]]
+    if elsewhere:
+        return f', did you mean "{elsewhere[0]}"?'
+    return f"; known here: {', '.join(known)}" if known else ""
+
+
+def _keys_at(model: Any, path: list[str]) -> list[str]:
+    for part in path:
+        if isinstance(model, type) and issubclass(model, BaseModel):
+            if part not in model.model_fields:
+                return []
+            model = model.model_fields[part].annotation
+            if get_origin(model) in (Union, UnionType):
+                model = next((a for a in get_args(model) if isinstance(a, type) and issubclass(a, BaseModel)), model)
+        elif get_origin(model) is dict:
+            model = get_args(model)[1]
+    return list(model.model_fields) if isinstance(model, type) and issubclass(model, BaseModel) else []

@@ -1,0 +1,62 @@
+"""What a person sees at the end of a run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+
+from headrace.config import RunConfig
+from headrace.errors import MissingExtraError
+from headrace.registry import load_object
+
+if TYPE_CHECKING:
+    from headrace.trainer import RunResult
+
+
+def summarize(result: RunResult, config: RunConfig) -> None:
+    """Before and after, the curve, and where to look next."""
+    console = Console()
+    picture = _draw(result, config)
+    if result.first_evaluation or result.last_evaluation:
+        console.print(_table(result, config))
+    lines = [f"run folder   {result.run_dir}"]
+    if picture:
+        lines.append(f"curves       {picture}")
+    if result.interrupted:
+        lines.append(f"stopped after step {result.steps} of {config.trainer.steps}; the same command goes on from here")
+    else:
+        lines.append(f"metrics      {result.run_dir}/metrics.jsonl, or: tensorboard --logdir {result.run_dir}")
+        lines.append(f"checkpoints  {result.run_dir}/checkpoints")
+    console.print(Panel("\n".join(lines), title="stopped" if result.interrupted else "done", expand=False))
+
+
+def _table(result: RunResult, config: RunConfig) -> Table:
+    table = Table("evaluation", "before", "after", "change", title="pass@1 with its 95% interval")
+    for name in config.eval.sets:
+        before, after = (_score(e, name) for e in (result.first_evaluation, result.last_evaluation))
+        key = f"eval/{name}/pass@1"
+        change = ""
+        if key in result.first_evaluation and key in result.last_evaluation:
+            change = f"{100 * (result.last_evaluation[key] - result.first_evaluation[key]):+.1f} points"
+        table.add_row(name, before, after, change)
+    return table
+
+
+def _score(evaluation: dict[str, float], name: str) -> str:
+    key = f"eval/{name}/pass@1"
+    if key not in evaluation:
+        return "–"
+    return f"{evaluation[key]:.1%}  [{evaluation[key + '_low']:.1%}, {evaluation[key + '_high']:.1%}]"
+
+
+def _draw(result: RunResult, config: RunConfig) -> str | None:
+    if not config.track.plot or "jsonl" not in config.track.trackers:
+        return None
+    try:
+        picture = load_object("headrace.track.plot:draw_curves")(result.run_dir)
+    except MissingExtraError:
+        return None
+    return str(picture) if picture else None

@@ -1,0 +1,1 @@
+"""Trackers: where metrics go."""

@@ -1,0 +1,65 @@
+"""JsonlTracker: `metrics.jsonl` in the run folder, one flat object per step."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TextIO
+
+from headrace.errors import DataError
+from headrace.track.base import RunInfo
+
+FILE_NAME = "metrics.jsonl"
+
+
+class JsonlTracker:
+    """Appends one line per step and flushes it, so that a killed run keeps every finished step."""
+
+    def __init__(self) -> None:
+        self._file: TextIO | None = None
+
+    def start(self, info: RunInfo) -> None:
+        """Open the file; an existing one is continued."""
+        info.run_dir.mkdir(parents=True, exist_ok=True)
+        path = info.run_dir / FILE_NAME
+        _repair_tail(path)
+        self._file = path.open("a", encoding="utf-8")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write one object, "step" first. JSON has no NaN or infinity: they become null."""
+        if self._file is None:
+            raise DataError(f"metrics of step {step} came while {FILE_NAME} is not open; call start() first")
+        row = {"step": step, **{key: _finite(value) for key, value in metrics.items()}}
+        self._file.write(json.dumps(row, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def message(self, text: str) -> None:
+        """Ignored: the file holds numbers."""
+
+    def close(self) -> None:
+        """Close the file."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+
+def _finite(value: float) -> float | None:
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+def _repair_tail(path: Path) -> None:
+    """Cut a line that a kill left half-written, or the next line would be glued to it and both be lost."""
+    if not path.exists():
+        return
+    data = path.read_bytes()
+    whole, newline, tail = data.rpartition(b"\n")
+    if not tail:
+        return
+    try:
+        json.loads(tail)
+        path.write_bytes(data + b"\n")
+    except ValueError:
+        path.write_bytes(whole + newline)

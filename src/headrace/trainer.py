@@ -1,0 +1,266 @@
+"""UnifiedTrainer: the loops, and nothing else.
+
+`_produce` rolls tasks out as the coordinator admits them; `_learn` turns finished groups into optimizer steps and
+hands the weights back. They meet in the buffer. With `max_staleness = 0` a batch is admitted only when the version
+that it trains is published, so the two take turns: that is synchronous training.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace.advantage.assign import assign_advantages
+from headrace.assembly import RunParts, Tasks, assemble, resolve_objective
+from headrace.checkpoint import TrainerState, list_checkpoints, load_checkpoint, save_checkpoint
+from headrace.config import RunConfig
+from headrace.data.task import Task
+from headrace.engine.base import SamplingParams
+from headrace.errors import DataError
+from headrace.metrics import MetricsAggregator, Reducer
+from headrace.pipeline.batcher import grad_scale, pack, to_samples
+from headrace.pipeline.buffer import FinishedGroup, TrajectoryGroupBuffer
+from headrace.pipeline.coordinator import SyncCoordinator
+from headrace.pipeline.schedule import learning_rate
+from headrace.pipeline.stats import batch_metrics
+from headrace.rundir import log_to_file, mark_finished, prepare_run_dir
+from headrace.summary import summarize
+from headrace.track.base import RunInfo, TrackerSet
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """What a run came to."""
+
+    run_dir: Path
+    steps: int
+    interrupted: bool
+    first_evaluation: dict[str, float]
+    last_evaluation: dict[str, float]
+    metrics: dict[str, float]
+
+
+class UnifiedTrainer:
+    """Trains by a configuration; workflow, tasks and judger may be given as objects instead of names."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        workflow: Any = None,
+        tasks: Tasks | None = None,
+        judger: Any = None,
+        eval_tasks: dict[str, Tasks] | None = None,
+    ) -> None:
+        self.config = resolve_objective(config)
+        self._given = (workflow, tasks, judger, eval_tasks)
+        self._stop_requested = False
+        self._step = 0
+        self._next_group_id = 0
+        self._first_evaluation: dict[str, float] = {}
+        self._last_evaluation: dict[str, float] = {}
+        self._last_metrics: dict[str, float] = {}
+
+    def fit(self) -> RunResult:
+        """Train to the end. Ctrl-C finishes the current step, saves, and returns; a second one aborts."""
+        return asyncio.run(self.fit_async())
+
+    async def fit_async(self) -> RunResult:
+        """`fit` for a running event loop."""
+        config = self.config
+        self._run_dir = prepare_run_dir(config)
+        handler = log_to_file(self._run_dir)
+        self._trackers = TrackerSet.from_names(config.track.trackers)
+        self._parts = await asyncio.to_thread(assemble, config, *self._given)
+        info = RunInfo(config.run.name, self._run_dir, config.trainer.steps, config.model_dump(mode="json"))
+        self._trackers.start(info)
+        try:
+            with self._stop_on_interrupt():
+                await self._train()
+        except BaseExceptionGroup as group:
+            raise _first_error(group) from None
+        finally:
+            self._trackers.close()
+            handler.close()
+            await self._parts.engine.close()
+            await self._parts.backend.close()
+        return self._finish()
+
+    async def _train(self) -> None:
+        config, parts = self.config, self._parts
+        await self._resume()
+        self._coordinator = SyncCoordinator(config.trainer.max_staleness, self._step)
+        self._buffer = TrajectoryGroupBuffer(config.filters)
+        self._batch_sizes: asyncio.Queue[int] = asyncio.Queue()
+        self._published = asyncio.Event()
+        await parts.engine.load_weights(self._step)
+        if config.eval.before and self._step == 0:
+            self._first_evaluation = await self._evaluate()
+            self._trackers.log(0, self._first_evaluation)
+        async with asyncio.TaskGroup() as loops:
+            producer = loops.create_task(self._produce())
+            await self._learn()
+            producer.cancel()
+
+    async def _produce(self) -> None:
+        """Consumes tasks, waits for admission, produces finished groups in the buffer."""
+        async with asyncio.TaskGroup() as groups:
+            while True:
+                while not self._coordinator.may_open_batch():
+                    self._published.clear()
+                    await self._published.wait()
+                tasks = self._parts.sampler.next_batch()
+                self._coordinator.open_batch()
+                self._batch_sizes.put_nowait(len(tasks))
+                for task in tasks:
+                    groups.create_task(self._roll_out(task))
+
+    async def _roll_out(self, task: Task) -> None:
+        """Roll one task out; if its group is dropped, roll out another in its place."""
+        section = self.config.rollout
+        sampling = SamplingParams(
+            section.temperature, section.top_p, section.top_k, section.max_tokens, tuple(section.stop)
+        )
+        for _ in range(_MOST_REPLACEMENTS):
+            group_id, self._next_group_id = self._next_group_id, self._next_group_id + 1
+            self._coordinator.dispatched(section.group_size)
+            episodes = await self._parts.manager.roll_out_group(
+                task, group_id, section.group_size, self.config.run.seed, sampling
+            )
+            finished = self._buffer.add(group_id, episodes)
+            if finished.dropped_because is None:
+                self._coordinator.settled(failed=finished.failed)
+                return
+            self._coordinator.settled(failed=finished.failed, filtered=len(episodes) - finished.failed)
+            task = self._parts.sampler.next_task()
+        raise DataError(
+            f"{_MOST_REPLACEMENTS} groups in a row were dropped, the last because of: {finished.dropped_because}; "  # type: ignore[possibly-undefined]
+            f"{_last_error(finished)}use tasks that the model sometimes solves, or turn the filter off"
+        )
+
+    async def _learn(self) -> None:
+        """Consumes groups, waits for a whole batch, produces optimizer steps and published weights."""
+        config = self.config
+        while self._step < config.trainer.steps and not self._stop_requested:
+            started = time.perf_counter()
+            groups = await self._buffer.take(await self._batch_sizes.get())
+            generated = time.perf_counter()
+            metrics = await self._train_on(groups)
+            self._step += 1
+            await self._publish()
+            trained = time.perf_counter()
+            metrics.record("time/generate_s", generated - started, Reducer.LAST)
+            metrics.record("time/train_s", trained - generated, Reducer.LAST)
+            await self._end_of_step(metrics, started)
+
+    async def _train_on(self, finished: list[FinishedGroup]) -> MetricsAggregator:
+        """One optimizer step on whole groups."""
+        config, backend = self.config, self._parts.backend
+        groups = assign_advantages([group for item in finished for group in item.groups], config.algorithm)
+        batch = pack(to_samples(groups), config.algorithm, config.backend.micro_batch_tokens)
+        metrics = batch_metrics(finished, batch, self._coordinator.version)
+        metrics.merge(await backend.forward_backward(batch, config.algorithm))
+        rate = learning_rate(self._step + 1, config.trainer.steps, config.optimizer)
+        metrics.merge(await backend.optim_step(rate, grad_scale([batch], config.algorithm)))
+        self._coordinator.settled(trained=sum(len(item.episodes) - item.failed for item in finished))
+        return metrics
+
+    async def _publish(self) -> None:
+        publication = await self._parts.backend.publish(self._coordinator.version + 1)
+        self._coordinator.published(publication.version)
+        self._published.set()
+
+    async def _end_of_step(self, metrics: MetricsAggregator, started: float) -> None:
+        """Evaluation, checkpoint, tracking."""
+        config, step = self.config, self._step
+        last = step == config.trainer.steps
+        account = self._coordinator.account()
+        for name in ("dispatched", "trained", "filtered", "failed", "stale", "pending"):
+            metrics.record(f"episodes/{name}", getattr(account, name), Reducer.LAST)
+        metrics.record("time/step_s", time.perf_counter() - started, Reducer.LAST)
+        values = metrics.reduce()
+        values |= _rates(values)
+        if (config.eval.every and step % config.eval.every == 0 and not last) or (config.eval.after and last):
+            values |= await self._evaluate()
+        self._trackers.log(step, values)
+        self._last_metrics = values
+        every = config.trainer.save_every
+        if (every and step % every == 0) or (last and config.trainer.save_last) or self._stop_requested:
+            await self._save()
+
+    async def _evaluate(self) -> dict[str, float]:
+        self._last_evaluation = await self._parts.evaluator.evaluate(self._parts.eval_manager)
+        return self._last_evaluation
+
+    async def _save(self) -> None:
+        state = TrainerState(
+            self._step, self._step, self._parts.sampler.position, self._next_group_id, self._first_evaluation
+        )
+        await save_checkpoint(self._run_dir, state, self._parts.backend, self.config.trainer.keep_last)
+
+    async def _resume(self) -> None:
+        checkpoints = list_checkpoints(self._run_dir)
+        if not checkpoints:
+            return
+        state = await load_checkpoint(checkpoints[-1], self._parts.backend)
+        self._step, self._next_group_id = state.step, state.next_group_id
+        self._parts.sampler.position = state.sampler_position
+        self._first_evaluation = state.first_evaluation
+        self._trackers.message(f"going on from {checkpoints[-1]}")
+
+    def _finish(self) -> RunResult:
+        interrupted = self._stop_requested and self._step < self.config.trainer.steps
+        result = RunResult(
+            self._run_dir, self._step, interrupted, self._first_evaluation, self._last_evaluation, self._last_metrics
+        )
+        if not interrupted:
+            mark_finished(self._run_dir, self._last_evaluation)
+        summarize(result, self.config)
+        return result
+
+    @contextmanager
+    def _stop_on_interrupt(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+
+        def request_stop() -> None:
+            self._stop_requested = True
+            self._trackers.message("stopping after this step; press Ctrl-C again to abort at once")
+            loop.remove_signal_handler(signal.SIGINT)
+
+        try:
+            loop.add_signal_handler(signal.SIGINT, request_stop)
+        except (ValueError, RuntimeError, NotImplementedError):  # not the main thread: the caller handles signals
+            yield
+            return
+        try:
+            yield
+        finally:
+            loop.remove_signal_handler(signal.SIGINT)
+
+
+_MOST_REPLACEMENTS = 100
+
+
+def _rates(values: dict[str, float]) -> dict[str, float]:
+    return {
+        "tokens/generated_per_s": values["tokens/generated"] / max(values["time/generate_s"], 1e-9),
+        "tokens/trained_per_s": values["tokens/trained"] / max(values["time/train_s"], 1e-9),
+    }
+
+
+def _first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The exception that ended a loop; the others were cancelled because of it."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _last_error(finished: FinishedGroup) -> str:
+    errors = [episode.error for episode in finished.episodes if episode.error]
+    return f"last error: {errors[-1]}; " if errors else ""

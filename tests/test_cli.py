@@ -1,0 +1,221 @@
+"""The command line as a user meets it: light, and one line for every mistake."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+import tomllib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from headrace.cli.doctor import EXTRAS
+from headrace.cli.main import app, run
+from headrace.cli.show import to_toml
+from headrace.runfile import build_config, field_paths, load_config
+
+HEAVY = {"torch", "transformers", "numpy", "tensorboardX"}
+Caught = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text('[run]\nname = "try"\n[trainer]\nsteps = 3\n[eval.sets."dev set"]\ntasks = "countdown"\n')
+    return path
+
+
+def headrace(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "headrace.cli.main", *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_the_command_line_imports_nothing_heavy():
+    command = [sys.executable, "-X", "importtime", "-c", "import headrace.cli.main"]
+    log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    imported = {line.rsplit("|", 1)[-1].strip().split(".")[0] for line in log.splitlines()}
+    assert "cyclopts" in imported
+    assert not imported & HEAVY
+
+
+def test_a_dry_run_imports_no_torch(run_file: Path):
+    code = (
+        "import sys; from headrace.cli.main import run; "
+        f"code = run(['train', {str(run_file)!r}, '--dry-run']); sys.exit(code or 'torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+def test_a_wrong_key_in_a_real_process_is_one_line_and_exit_2(run_file: Path):
+    done = headrace("train", str(run_file), "--trainer.stpes", "3")
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1 and done.stdout == ""
+    assert 'unknown key "trainer.stpes", did you mean "steps"?' in done.stderr
+
+
+def test_help_of_a_real_process_names_the_commands():
+    done = headrace("--help")
+    assert done.returncode == 0
+    assert all(command in done.stdout for command in ("train", "eval", "doctor", "model"))
+
+
+def write(text: str) -> Callable[[Path], list[str]]:
+    def words(run_file: Path) -> list[str]:
+        run_file.write_text(text)
+        return ["train", str(run_file), "--dry-run"]
+
+    return words
+
+
+MISTAKES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
+    "misspelt key": (write("[trainer]\nstpes = 3\n"), 'did you mean "steps"?'),
+    "misspelt section": (write("[trianer]\nsteps = 3\n"), 'did you mean "trainer"?'),
+    "TOML syntax": (write("[trainer\n"), "is not valid TOML"),
+    "wrong type": (write('[trainer]\nsteps = "many"\n'), "trainer.steps: input should be a valid integer"),
+    "wrong combination": (write("[rollout]\ngroup_size = 1\n"), "at least 2 for grpo, got 1"),
+    "missing file": (lambda f: ["train", str(f.with_name("rnu.toml"))], 'did you mean "run.toml"?'),
+    "folder": (lambda f: ["train", str(f.parent)], "is a folder"),
+    "no file": (lambda f: ["train"], "FILE requires an argument"),
+    "settings before the file": (lambda f: ["train", "--trainer.steps", "2", str(f)], "the run file comes first"),
+    "setting without value": (lambda f: ["train", str(f), "--trainer.steps"], "--trainer.steps needs a value"),
+    "misspelt option": (lambda f: ["train", str(f), "--dryrun"], 'did you mean "--dry-run"?'),
+    "misspelt option of eval": (lambda f: ["eval", str(f), "--chekpoint", "x"], 'did you mean "--checkpoint"?'),
+    "stray word": (lambda f: ["train", str(f), "fast"], 'got "fast"'),
+    "misspelt command": (lambda f: ["trian", str(f)], 'Did you mean "train"?'),
+    "unknown option": (lambda f: ["doctor", "--quickly"], "Unknown option: --quickly"),
+    "unknown model": (lambda f: ["model", "get", "smolm2-135m"], 'did you mean "smollm2-135m"?'),
+    "run folder without a name": (lambda f: ["train", str(f), "--run-dir", "/"], "--run-dir must name a folder"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_line_on_stderr_and_exit_2(run_file: Path, capsys: Caught, mistake: str):
+    words, says = MISTAKES[mistake]
+    assert run(words(run_file)) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith("error: ") and err.count("\n") == 1 and says in err
+    assert out == ""
+
+
+@contextmanager
+def command_that_raises(error: BaseException) -> Iterator[str]:
+    def explode() -> None:
+        raise error
+
+    app.command(explode, name="explode")
+    yield "explode"
+    del app["explode"]
+
+
+def test_a_bug_keeps_its_traceback():
+    with command_that_raises(ZeroDivisionError("a bug")) as command, pytest.raises(ZeroDivisionError):
+        run([command])
+
+
+def test_an_interrupt_outside_training_exits_130(capsys: Caught):
+    with command_that_raises(KeyboardInterrupt()) as command:
+        assert run([command]) == 130
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_dry_run_prints_the_overrides_and_the_run_directory(run_file: Path, capsys: Caught):
+    words = ["--trainer.steps", "7", "--optimizer.lr=2e-4", "--rollout.stop", '["END"]', "--dry-run"]
+    assert run(["train", str(run_file), *words]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"# run directory: {Path('runs') / 'try'}\n")
+    assert "steps = 7  # default: 100" in out and "lr = 0.0002  # default: 1e-05" in out
+    assert tomllib.loads(out)["rollout"]["stop"] == ["END"]
+
+
+def test_run_dir_sets_folder_and_name_even_if_it_looks_like_a_number(run_file: Path, tmp_path: Path, capsys: Caught):
+    assert run(["train", str(run_file), "--run-dir", str(tmp_path / "7"), "--dry-run"]) == 0
+    printed = tomllib.loads(capsys.readouterr().out)["run"]
+    assert (printed["dir"], printed["name"]) == (str(tmp_path), "7")
+
+
+def test_a_negative_value_is_a_value(run_file: Path, capsys: Caught):
+    assert run(["train", str(run_file), "--run.seed", "-1", "--dry-run"]) == 0
+    assert "seed = -1" in capsys.readouterr().out
+
+
+def test_a_printed_configuration_gives_the_same_configuration_again(run_file: Path, tmp_path: Path):
+    values = {"data": {"args": {"n": 4, "a b": ["ü", 'say "x"'], "deep": {"on": True}}}, "run": {"dir": str(tmp_path)}}
+    for config in (load_config(run_file), build_config(values)):
+        again = tmp_path / "again.toml"
+        again.write_text(to_toml(config), encoding="utf-8")
+        assert load_config(again) == config
+
+
+def test_train_help_documents_every_setting(capsys: Caught, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "300")
+    assert run(["train", "--help"]) == 0
+    out = capsys.readouterr().out
+    for path, field in field_paths():
+        assert field.description, path
+        assert " ".join(field.description.split()) in out, path
+    for shown in ("[model]", "lora.rank = 0", "[eval.sets.NAME]", "steps = 100", "[int ≥ 0]", "Example"):
+        assert shown in out
+
+
+def test_train_help_fits_a_narrow_terminal(capsys: Caught, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    run(["train", "--help"])
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
+def test_model_list_shows_every_model_and_how_to_get_it(
+    capsys: Caught, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "300")
+    assert run(["model", "list"]) == 0
+    out = capsys.readouterr().out
+    assert "bundled" in out and "run `headrace model get smollm2-135m`" in out
+
+
+def test_doctor_ends_with_a_verdict_that_matches_its_exit_code(capsys: Caught, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "300")
+    code = run(["doctor"])
+    out = capsys.readouterr().out
+    assert all(word in out for word in ("Python", "cores", "memory", "threads", "headrace[local]", "model bundled"))
+    assert out.splitlines()[-1].startswith("ready for: headrace train" if code == 0 else "first: ")
+
+
+@pytest.fixture
+def without_local_extra(tmp_path: Path) -> dict[str, str]:
+    """Environment of an interpreter that truly lacks torch and transformers: all other packages, linked."""
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    for entry in Path(sysconfig.get_path("purelib")).iterdir():
+        if not entry.name.startswith(("torch", "transformers")):
+            (packages / entry.name).symlink_to(entry)
+    source = Path(__file__).parent.parent / "src"
+    cache = tmp_path / "cache"
+    return {**os.environ, "PYTHONPATH": f"{source}:{packages}", "COLUMNS": "300", "HEADRACE_CACHE": str(cache)}
+
+
+def test_without_torch_doctor_and_get_say_what_to_install(without_local_extra: dict[str, str]):
+    def headrace_without(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-S", "-m", "headrace", *words]  # -S: leaves the environment's own packages out
+        return subprocess.run(command, capture_output=True, text=True, check=False, env=without_local_extra)
+
+    doctor = headrace_without("doctor")
+    assert doctor.returncode == 1, doctor.stderr
+    assert 'missing: torch, transformers (pip install "headrace[local]")' in doctor.stdout
+    assert doctor.stdout.splitlines()[-1] == 'first: pip install "headrace[local]"'
+    get = headrace_without("model", "get", "smollm2-135m")
+    assert get.returncode == 2 and 'pip install "headrace[local]"' in get.stderr and get.stdout == ""
+
+
+def test_doctor_knows_the_packages_of_every_extra():
+    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+    declared = {
+        extra: tuple(requirement.split(">")[0] for requirement in requirements)
+        for extra, requirements in project["optional-dependencies"].items()
+        if extra != "dev"
+    }
+    assert declared == EXTRAS
