@@ -98,7 +98,13 @@ def main() -> None:
             "trainer": {"steps": args.steps, "batch_size": args.batch, "save_every": 500},
             "eval": {
                 "every": 500,
-                "sets": {"countdown": {"tasks": "countdown", "args": {"split": "test", "count": 200, "max_number": 10, "max_target": 50}, "temperature": 1.0}},
+                "sets": {
+                    "countdown": {
+                        "tasks": "countdown",
+                        "args": {"split": "test", "count": 200, "max_number": 10, "max_target": 50},
+                        "temperature": 1.0,
+                    }
+                },
             },
         }
     )

@@ -72,9 +72,7 @@ def assemble(
     manager = eval_manager
     if config.algorithm.objective == "sft":
         manager = AgentLoopManager(demonstration, engine, chat, None, *limits)
-    return RunParts(
-        backend, engine, sampler, manager, eval_manager, Evaluator(sets, config.rollout, config.run.seed)
-    )
+    return RunParts(backend, engine, sampler, manager, eval_manager, Evaluator(sets, config.rollout, config.run.seed))
 
 
 def _judger(config: RunConfig, judger: Any) -> Judger | None:

@@ -23,16 +23,19 @@ class RunSection(Section):
     """Folder that holds runs."""
     seed: int = 0
     """Seeds task order, sampling and initialisation."""
+    deterministic: bool = False
+    """Make two runs of the same file equal to the bit: each sequence is computed in products of fixed shape, so that
+    it does not depend on what else happens to be in the batch. Costs some speed."""
 
 
 class LoraSection(Section):
     """Low-rank adapters instead of full fine-tuning."""
 
-    rank: int = Field(0, ge=0)
+    rank: int = Field(default=0, ge=0)
     """Rank of the adapters; 0 trains all weights."""
-    alpha: float = Field(32.0, gt=0)
+    alpha: float = Field(default=32.0, gt=0)
     """Scale of the adapters; the update is alpha / rank times B A."""
-    dropout: float = Field(0.0, ge=0, lt=1)
+    dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout on the adapters' input, while training only. Anything but 0 makes sampler and learner differ."""
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     """Names of the linear layers that get an adapter."""
@@ -80,21 +83,21 @@ class WorkflowSection(Section):
 class RolloutSection(Section):
     """How tasks are rolled out."""
 
-    group_size: int = Field(8, ge=1)
+    group_size: int = Field(default=8, ge=1)
     """Rollouts of each task, compared with each other."""
-    temperature: float = Field(1.0, ge=0)
+    temperature: float = Field(default=1.0, ge=0)
     """Sampling temperature; the learner scales its logits the same way."""
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling; 1 samples from the whole distribution."""
-    top_k: int = Field(0, ge=0)
+    top_k: int = Field(default=0, ge=0)
     """Sample among the k likeliest tokens; 0 for all."""
-    max_tokens: int = Field(256, ge=1)
+    max_tokens: int = Field(default=256, ge=1)
     """Longest response, in tokens, of one model call that sets no limit of its own."""
     stop: tuple[str, ...] = ()
     """Strings that end a response; the tokenizer's end-of-sequence token always does."""
-    max_concurrent: int = Field(256, ge=1)
+    max_concurrent: int = Field(default=256, ge=1)
     """Episodes in flight at once."""
-    timeout_s: float = Field(600.0, gt=0)
+    timeout_s: float = Field(default=600.0, gt=0)
     """Longest duration of one episode; over it, the episode fails with reason "timeout"."""
 
 
@@ -103,11 +106,11 @@ class EngineSection(Section):
 
     name: str = "torch"
     """A registered rollout engine."""
-    max_batch: int = Field(128, ge=1)
+    max_batch: int = Field(default=128, ge=1)
     """Sequences decoded together."""
-    max_model_length: int | None = Field(None, ge=2)
+    max_model_length: int | None = Field(default=None, ge=2)
     """Longest prompt plus response, in tokens; empty takes the model's own limit."""
-    prefill_tokens: int = Field(8192, ge=1)
+    prefill_tokens: int = Field(default=8192, ge=1)
     """Prompt tokens computed at once."""
 
 
@@ -122,11 +125,11 @@ class AlgorithmSection(Section):
     """grpo: divide by the group's standard deviation; false is Dr. GRPO."""
     loss: str = "ppo_clip"
     """How advantages become a loss: a registered loss or "module:function"."""
-    clip_low: float = Field(0.2, ge=0)
+    clip_low: float = Field(default=0.2, ge=0)
     """ppo_clip: the ratio is clipped below 1 - clip_low."""
-    clip_high: float = Field(0.2, ge=0)
+    clip_high: float = Field(default=0.2, ge=0)
     """ppo_clip: the ratio is clipped above 1 + clip_high."""
-    dual_clip: float | None = Field(None, gt=1)
+    dual_clip: float | None = Field(default=None, gt=1)
     """ppo_clip: bound on the ratio where the advantage is negative; empty for none."""
     proximal: Literal["sampler", "recompute"] = "sampler"
     """Denominator of the ratio: the sampler's log-probabilities, or the learner's own at the start of the batch."""
@@ -134,7 +137,7 @@ class AlgorithmSection(Section):
         "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "token_sum", "constant"
     ] = "token_mean"
     """How token losses are averaged over the whole optimizer step."""
-    aggregation_length: int = Field(1024, ge=1)
+    aggregation_length: int = Field(default=1024, ge=1)
     """The fixed length that aggregation "constant" divides by."""
 
 
@@ -148,23 +151,23 @@ class FilterSection(Section):
 class OptimizerSection(Section):
     """AdamW and its schedule."""
 
-    lr: float = Field(1e-5, gt=0)
+    lr: float = Field(default=1e-5, gt=0)
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay of the first and second moment."""
-    eps: float = Field(1e-8, gt=0)
+    eps: float = Field(default=1e-8, gt=0)
     """Added to the denominator."""
-    weight_decay: float = Field(0.0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay, on matrices only."""
-    grad_clip: float = Field(1.0, ge=0)
+    grad_clip: float = Field(default=1.0, ge=0)
     """Largest norm of the gradient; 0 does not clip."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the learning rate falls after warm-up."""
-    warmup_steps: int = Field(0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0)
     """Steps over which the learning rate rises from 0."""
-    warmup_ratio: float = Field(0.0, ge=0, le=1)
+    warmup_ratio: float = Field(default=0.0, ge=0, le=1)
     """Warm-up as a share of all steps; used where warmup_steps is 0."""
-    min_lr_ratio: float = Field(0.0, ge=0, le=1)
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
     """Share of the peak at which linear and cosine end."""
 
 
@@ -173,32 +176,32 @@ class BackendSection(Section):
 
     name: str = "local"
     """A registered backend."""
-    micro_batch_tokens: int = Field(8192, ge=1)
+    micro_batch_tokens: int = Field(default=8192, ge=1)
     """Tokens packed into one forward and backward pass."""
-    logits_chunk: int = Field(1024, ge=1)
+    logits_chunk: int = Field(default=1024, ge=1)
     """Positions whose logits are in memory at once."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, a third more time."""
-    threads: int = Field(0, ge=0)
+    threads: int = Field(default=0, ge=0)
     """Threads of the tensor library; 0 leaves its own choice."""
 
 
 class TrainerSection(Section):
     """The loop."""
 
-    steps: int = Field(100, ge=0)
+    steps: int = Field(default=100, ge=0)
     """Optimizer steps."""
-    batch_size: int = Field(16, ge=1)
+    batch_size: int = Field(default=16, ge=1)
     """Tasks (groups) per optimizer step."""
     placement: Literal["colocate"] = "colocate"
     """Where the engine runs: "colocate" shares device and weights with the learner."""
     max_staleness: Literal[0] = 0
     """How many versions old a trained token may be; 0 is on-policy."""
-    save_every: int = Field(0, ge=0)
+    save_every: int = Field(default=0, ge=0)
     """Checkpoint every so many steps; 0 never (the last step is still saved when save_last is true)."""
     save_last: bool = True
     """Checkpoint after the last step."""
-    keep_last: int = Field(2, ge=1)
+    keep_last: int = Field(default=2, ge=1)
     """Checkpoints kept."""
 
 
@@ -209,18 +212,18 @@ class EvalSet(Section):
     """A registered source, a .jsonl file, or "module:function"."""
     args: dict[str, Any] = {}
     """Keyword arguments of the source."""
-    attempts: int = Field(1, ge=1)
+    attempts: int = Field(default=1, ge=1)
     """Rollouts of each task; pass@k and avg@k are reported up to this k."""
-    temperature: float = Field(0.0, ge=0)
+    temperature: float = Field(default=0.0, ge=0)
     """Sampling temperature; 0 is greedy."""
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(default=None, ge=1)
     """Longest response; empty takes rollout.max_tokens."""
 
 
 class EvalSection(Section):
     """When and on what the policy is evaluated."""
 
-    every: int = Field(0, ge=0)
+    every: int = Field(default=0, ge=0)
     """Evaluate every so many steps; 0 only before and after."""
     before: bool = True
     """Evaluate before the first step."""

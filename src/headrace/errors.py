@@ -47,11 +47,11 @@ class DivergedError(HeadraceError, ArithmeticError):
 
 
 @contextmanager
-def boundary(error: type[HeadraceError], doing: str, *catch: type[BaseException]) -> Iterator[None]:
+def boundary(error: type[HeadraceError], doing: str, catch: type[Exception] = Exception) -> Iterator[None]:
     """Re-raise a failure of foreign code as `error`, saying what was being done. Our own errors pass unchanged."""
     try:
         yield
     except HeadraceError:
         raise
-    except (catch or (Exception,)) as cause:
+    except catch as cause:
         raise error(f"{doing}: {type(cause).__name__}: {cause}") from cause

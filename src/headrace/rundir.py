@@ -26,7 +26,9 @@ def prepare_run_dir(config: RunConfig) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(config.model_dump_json(indent=2) + "\n")
     except OSError as error:
-        raise ConfigError(f"cannot write the run folder {folder}: {error.strerror}; choose another with --run-dir") from None
+        raise ConfigError(
+            f"cannot write the run folder {folder}: {error.strerror}; choose another with --run-dir"
+        ) from None
     return folder
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 def build_config(values: dict[str, Any], overrides: Sequence[str] = (), where: str = "configuration") -> RunConfig:
     """Validate nested values with overrides laid over them."""
+    values = copy.deepcopy(values)  # overrides are laid over the caller's values, not written into them
     for key, text in parse_overrides(overrides):
         _lay_over(values, key, _parse_value(text))
     try:
@@ -43,7 +45,7 @@ def parse_overrides(words: Sequence[str]) -> Iterator[tuple[str, str]]:
             if following is None:
                 raise ConfigError(f"--{key} needs a value")
             text = following
-        yield key.replace("-", "_"), text
+        yield key, text
 
 
 def field_paths(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -79,11 +81,16 @@ def _parse_value(text: str) -> Any:
 def _lay_over(values: dict[str, Any], key: str, value: Any) -> None:
     *parents, last = key.split(".")
     for done, part in enumerate(parents):
-        inner = values.setdefault(part, {})
+        inner = values.setdefault(_as_written(part, values), {})
         if not isinstance(inner, dict):
             raise ConfigError(f"--{key}: {'.'.join(parents[: done + 1])} is a value, not a section")
         values = inner
-    values[last] = value
+    values[_as_written(last, values)] = value
+
+
+def _as_written(part: str, values: dict[str, Any]) -> str:
+    """--eval.sets.dev-set is that set if the file has it; else dashes stand for underscores."""
+    return part if part in values else part.replace("-", "_")
 
 
 def _explain(error: ValidationError) -> Iterator[str]:
@@ -92,7 +99,7 @@ def _explain(error: ValidationError) -> Iterator[str]:
         if problem["type"] == "extra_forbidden":
             yield f'unknown key "{where}"{_nearest_key(problem["loc"])}'
         elif problem["type"] == "value_error":
-            yield f"{where + ': ' if where else ''}{problem['ctx']['error']}"
+            yield f"{where + ': ' if where else ''}{problem['msg'].removeprefix('Value error, ')}"
         else:
             yield f"{where}: {problem['msg'][0].lower() + problem['msg'][1:]}, got {problem['input']!r}"
 

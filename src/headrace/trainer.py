@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.advantage.assign import assign_advantages
-from headrace.assembly import RunParts, Tasks, assemble, resolve_objective
+from headrace.assembly import Tasks, assemble, resolve_objective
 from headrace.checkpoint import TrainerState, list_checkpoints, load_checkpoint, save_checkpoint
 from headrace.config import RunConfig
 from headrace.data.task import Task
@@ -69,6 +69,10 @@ class UnifiedTrainer:
     def fit(self) -> RunResult:
         """Train to the end. Ctrl-C finishes the current step, saves, and returns; a second one aborts."""
         return asyncio.run(self.fit_async())
+
+    def stop(self) -> None:
+        """Finish the current step, save, and return from `fit`."""
+        self._stop_requested = True
 
     async def fit_async(self) -> RunResult:
         """`fit` for a running event loop."""
@@ -126,7 +130,7 @@ class UnifiedTrainer:
         sampling = SamplingParams(
             section.temperature, section.top_p, section.top_k, section.max_tokens, tuple(section.stop)
         )
-        for _ in range(_MOST_REPLACEMENTS):
+        for replaced in range(_MOST_REPLACEMENTS):
             group_id, self._next_group_id = self._next_group_id, self._next_group_id + 1
             self._coordinator.dispatched(section.group_size)
             episodes = await self._parts.manager.roll_out_group(
@@ -137,11 +141,9 @@ class UnifiedTrainer:
                 self._coordinator.settled(failed=finished.failed)
                 return
             self._coordinator.settled(failed=finished.failed, filtered=len(episodes) - finished.failed)
+            if replaced == _MOST_REPLACEMENTS - 1:
+                raise _nothing_to_train(finished)
             task = self._parts.sampler.next_task()
-        raise DataError(
-            f"{_MOST_REPLACEMENTS} groups in a row were dropped, the last because of: {finished.dropped_because}; "  # type: ignore[possibly-undefined]
-            f"{_last_error(finished)}use tasks that the model sometimes solves, or turn the filter off"
-        )
 
     async def _learn(self) -> None:
         """Consumes groups, waits for a whole batch, produces optimizer steps and published weights."""
@@ -152,11 +154,13 @@ class UnifiedTrainer:
             generated = time.perf_counter()
             metrics = await self._train_on(groups)
             self._step += 1
-            await self._publish()
+            publication = await self._parts.backend.publish(self._coordinator.version + 1)
             trained = time.perf_counter()
             metrics.record("time/generate_s", generated - started, Reducer.LAST)
             metrics.record("time/train_s", trained - generated, Reducer.LAST)
             await self._end_of_step(metrics, started)
+            self._coordinator.published(publication.version)
+            self._published.set()
 
     async def _train_on(self, finished: list[FinishedGroup]) -> MetricsAggregator:
         """One optimizer step on whole groups."""
@@ -169,11 +173,6 @@ class UnifiedTrainer:
         metrics.merge(await backend.optim_step(rate, grad_scale([batch], config.algorithm)))
         self._coordinator.settled(trained=sum(len(item.episodes) - item.failed for item in finished))
         return metrics
-
-    async def _publish(self) -> None:
-        publication = await self._parts.backend.publish(self._coordinator.version + 1)
-        self._coordinator.published(publication.version)
-        self._published.set()
 
     async def _end_of_step(self, metrics: MetricsAggregator, started: float) -> None:
         """Evaluation, checkpoint, tracking."""
@@ -228,7 +227,7 @@ class UnifiedTrainer:
         loop = asyncio.get_running_loop()
 
         def request_stop() -> None:
-            self._stop_requested = True
+            self.stop()
             self._trackers.message("stopping after this step; press Ctrl-C again to abort at once")
             loop.remove_signal_handler(signal.SIGINT)
 
@@ -261,6 +260,9 @@ def _first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
     return error
 
 
-def _last_error(finished: FinishedGroup) -> str:
+def _nothing_to_train(finished: FinishedGroup) -> DataError:
     errors = [episode.error for episode in finished.episodes if episode.error]
-    return f"last error: {errors[-1]}; " if errors else ""
+    return DataError(
+        f"{_MOST_REPLACEMENTS} groups in a row were dropped, the last because of: {finished.dropped_because}; "
+        + (f"its last error: {errors[-1]}" if errors else "use tasks that the model sometimes solves, or no filter")
+    )

@@ -21,8 +21,10 @@ def grpo(rewards: Rewards, algorithm: AlgorithmSection) -> list[list[float]]:
     """(r - mean) / (std + eps) within the group; without the division when `normalize_by_std` is false."""
     advantages = []
     for group in rewards:
-        centred = np.asarray(group, dtype=np.float64) - np.mean(group)
-        advantages.append((centred / (np.std(group) + EPSILON) if algorithm.normalize_by_std else centred).tolist())
+        # shifted by one of them, so that equal rewards become exactly 0 rather than rounding errors
+        shifted = np.asarray(group, dtype=np.float64) - group[0]
+        centred = shifted - np.mean(shifted)
+        advantages.append((centred / (np.std(shifted) + EPSILON) if algorithm.normalize_by_std else centred).tolist())
     return advantages
 
 

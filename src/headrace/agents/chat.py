@@ -37,17 +37,21 @@ class ChatTemplate:
     def extend(
         self, before: Sequence[Message], output: ModelOutput, messages: Sequence[Message]
     ) -> tuple[int, ...] | None:
-        """Prompt ids for `messages` that begin with the exact ids of `before` and its reply; None if they do not extend it."""
+        """Prompt ids for `messages` that begin with the exact ids of `before` and its reply.
+
+        None if the messages do not extend that conversation.
+        """
         if len(messages) <= len(before) or list(messages[: len(before)]) != list(before):
             return None
         whole = self._text(messages)
         head = self._text(before) + output.text
         if not whole.startswith(head):
             return None
-        tail = whole[len(head) :]
-        ended = bool(output.completion_ids) and output.completion_ids[-1] == self._tokenizer.eos_token_id
-        if ended and self._eos_text and tail.startswith(self._eos_text):
-            tail = tail[len(self._eos_text) :]  # sampled already
+        tail, end = whole[len(head) :], self._sampled_end(output)
+        if tail.startswith(end):
+            tail = tail[len(end) :]
+        elif messages[len(before)].get("content") not in (output.content, output.text):
+            return None  # the workflow wrote on after a reply that had ended
         return (*output.prompt_ids, *output.completion_ids, *self.encode(tail))
 
     def parse(self, generation: Generation, stop: Sequence[str] = ()) -> ModelOutput:
@@ -91,6 +95,11 @@ class ChatTemplate:
         if not steps:
             raise DataError("a demonstration needs at least one assistant message, and this conversation has none")
         return steps
+
+    def _sampled_end(self, output: ModelOutput) -> str:
+        """Text of the special token (end of sequence or of turn) that the reply ends with; nothing if it was cut."""
+        last = output.completion_ids[-1:]
+        return "" if self.decode(last) else self._tokenizer.decode(list(last))
 
     def _text(self, messages: Sequence[Message], generate: bool = True) -> str:
         with boundary(DataError, "the chat template cannot render the messages"):

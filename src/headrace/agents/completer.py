@@ -6,6 +6,7 @@ tokenised again. A history that was changed (compaction, stripped thinking) star
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -38,20 +39,21 @@ class Model:
         if isinstance(sampling.get("stop"), str):
             sampling["stop"] = (sampling["stop"],)
         params = replace(self._sampling, **sampling)
-        prompt_ids = self._prompt_ids(role, tuple(messages))
+        history = copy.deepcopy(tuple(messages))  # at once: the workflow may change its list while the model answers
+        prompt_ids = self._prompt_ids(role, history)
         seed = derive_seed(self._seed, self._calls)
         self._calls += 1
         generation = await self._engine.generate(prompt_ids, params, seed)
         output = self._template.parse(generation, stop=params.stop or ())
-        self._last[role] = (tuple(dict(m) for m in messages), output)
-        self._steps.setdefault(role, []).append(Step.from_model_output(output, messages))
+        self._last[role] = (history, output)
+        self._steps.setdefault(role, []).append(Step.from_model_output(output, history))
         return output
 
     def trajectories(self, reward: float | None = None) -> list[Trajectory]:
         """One trajectory per role, of the calls made so far."""
         return [Trajectory(steps=tuple(steps), name=name, reward=reward) for name, steps in self._steps.items()]
 
-    def demonstrate(self, messages: Sequence[Message], role: str = "agent") -> list[Step]:
+    def demonstrate(self, messages: Sequence[Message]) -> list[Step]:
         """Steps whose responses are the assistant turns of a given conversation: nothing is sampled."""
         return self._template.demonstration(messages)
 

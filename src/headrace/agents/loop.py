@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import sysconfig
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from headrace.agents.chat import ChatTemplate
 from headrace.agents.completer import Model
@@ -19,6 +23,9 @@ from headrace.errors import EngineError, WorkflowError
 from headrace.judge.base import Judger
 
 log = logging.getLogger("headrace")
+
+_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
+_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,24 +78,22 @@ class AgentLoopManager:
         """One episode, judged. User failures and time-outs come back as failed episodes; engine failures are raised."""
         async with self._places:
             model = Model(self._engine, self._chat, sampling, spec.seed)
+            deadline = asyncio.timeout(self._timeout_s)
             try:
-                async with asyncio.timeout(self._timeout_s):
+                async with deadline:
                     outcome = await self._run(spec.task, model)
                     episode = _to_episode(outcome, model, spec)
                     return await self._judge(spec.task, episode)
-            except TimeoutError:
-                return _failed(spec, model, TerminationReason.TIMEOUT, f"took longer than {self._timeout_s:g} s")
-            except EngineError:
-                raise
-            except Exception as error:  # user code: the episode fails, its siblings and the run go on
+            except (Exception, asyncio.CancelledError) as error:
+                _raise_if_not_the_users(error)
+                if deadline.expired():
+                    return _failed(spec, model, TerminationReason.TIMEOUT, f"took longer than {self._timeout_s:g} s")
+                # user code: the episode fails, its siblings and the run go on
                 log.warning("episode of task %s failed: %s", spec.task.id, _user_line(error))
                 return _failed(spec, model, TerminationReason.ERROR, f"{type(error).__name__}: {error}")
 
     async def _judge(self, task: Task, episode: Episode) -> Episode:
-        rewards_missing = any(
-            t.reward is None and (not t.steps or t.steps[-1].reward is None) for t in episode.trajectories
-        )
-        if not rewards_missing:
+        if episode.failed or all(t.final_reward is not None for t in episode.trajectories):
             return episode
         if self._judger is None:
             raise WorkflowError(
@@ -96,7 +101,8 @@ class AgentLoopManager:
             )
         verdict = await self._judger.judge(task, episode)
         trajectories = tuple(
-            replace(t, reward=verdict.reward) if t.reward is None else t for t in episode.trajectories
+            replace(t, reward=verdict.reward if t.final_reward is None else t.final_reward)
+            for t in episode.trajectories
         )
         correct = episode.is_correct if episode.is_correct is not None else verdict.is_correct
         return replace(
@@ -113,26 +119,29 @@ def _to_episode(outcome: Outcome, model: Model, spec: RolloutSpec) -> Episode:
         "source": spec.task.source,
     }
     if isinstance(outcome, Episode):
-        return replace(outcome, **identity)
-    if isinstance(outcome, Trajectory):
-        trajectories = [outcome]
-    elif isinstance(outcome, list):
-        trajectories = outcome
-    elif outcome is None or isinstance(outcome, int | float):
-        trajectories = model.trajectories(None if outcome is None else float(outcome))
+        episode = outcome
     else:
-        raise WorkflowError(
-            f"a workflow returns an Episode, a Trajectory, a list of them, a number or None, got {type(outcome).__name__}"
-        )
-    if not any(t.steps for t in trajectories):
+        trajectories = _to_trajectories(outcome, model)
+        cut = any(t.steps and t.steps[-1].finish_reason != FinishReason.STOP for t in trajectories)
+        reason = TerminationReason.LENGTH if cut else TerminationReason.DONE
+        episode = Episode(spec.task.id, trajectories=tuple(trajectories), termination=reason)
+    if not episode.failed and not any(t.steps for t in episode.trajectories):
         raise WorkflowError("the workflow made no model call and returned no steps, so there is nothing to train")
-    cut = any(t.steps and t.steps[-1].finish_reason != FinishReason.STOP for t in trajectories)
-    return Episode(
-        trajectories=tuple(trajectories),
-        termination=TerminationReason.LENGTH if cut else TerminationReason.DONE,
-        metrics={"diverged_prefixes": float(model.diverged_prefixes)} if model.diverged_prefixes else {},
-        **identity,
-    )
+    diverged = {"diverged_prefixes": float(model.diverged_prefixes)} if model.diverged_prefixes else {}
+    return replace(episode, metrics={**diverged, **episode.metrics}, **identity)
+
+
+def _to_trajectories(outcome: Outcome, model: Model) -> list[Trajectory]:
+    if outcome is None or isinstance(outcome, int | float):
+        return model.trajectories(None if outcome is None else float(outcome))
+    found: Sequence[Any] = outcome if isinstance(outcome, list) else [outcome]
+    wrong = [type(item).__name__ for item in found if not isinstance(item, Trajectory)]
+    if wrong:
+        raise WorkflowError(
+            "a workflow returns an Episode, a Trajectory, a list of Trajectories, a number or None, got "
+            f"{'a list with ' if isinstance(outcome, list) else ''}{wrong[0]}"
+        )
+    return list(found)
 
 
 def _failed(spec: RolloutSpec, model: Model, reason: TerminationReason, error: str) -> Episode:
@@ -149,8 +158,21 @@ def _failed(spec: RolloutSpec, model: Model, reason: TerminationReason, error: s
     )
 
 
+def _raise_if_not_the_users(error: BaseException) -> None:
+    """Raise what no user code is to blame for: the engine's failure, and being cancelled from outside."""
+    if isinstance(error, EngineError):
+        raise error
+    if isinstance(error, BaseExceptionGroup):  # of a TaskGroup in the workflow
+        for inner in error.exceptions:
+            _raise_if_not_the_users(inner)
+    task = asyncio.current_task()
+    if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+        raise error
+
+
 def _user_line(error: BaseException) -> str:
     """The innermost line of the user's own code, which is what they need to see."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if "/headrace/" not in f.filename]
-    where = f" at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_PACKAGE)]
+    own = [f for f in frames if not f.filename.startswith(_LIBRARIES)] or frames
+    where = f" at {own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else ""
     return f"{type(error).__name__}: {error}{where}"

@@ -23,6 +23,6 @@ def evaluate(
     Settings of the file can be changed with `--section.key value`; `headrace train --help` lists them.
     """
     config = read_run(file, overrides, "--checkpoint")
-    from headrace.trainer import evaluate_run
+    from headrace.evaluate import evaluate_run
 
     evaluate_run(config, checkpoint=checkpoint)

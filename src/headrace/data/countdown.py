@@ -35,7 +35,7 @@ class Chain:
     @property
     def result(self) -> int:
         """Value of the whole expression."""
-        return [result for *_, result in self.steps()][-1]
+        return [self.values[0], *(result for *_, result in self.steps())][-1]
 
     def __str__(self) -> str:
         text, last = str(self.values[0]), "*"
@@ -110,6 +110,11 @@ def countdown_demonstrations(
 
 
 def _draw_problem(rng: random.Random, numbers: int, max_number: int, max_target: int) -> tuple[tuple[int, ...], int]:
+    if min(numbers, max_number, max_target) < 1:
+        raise ConfigError(
+            f"countdown: numbers, max_number and max_target must be at least 1, "
+            f"got {numbers}, {max_number} and {max_target}"
+        )
     while True:
         values = tuple(sorted(rng.randint(1, max_number) for _ in range(numbers)))
         targets = [target for target in solutions(values) if 1 <= target <= max_target]

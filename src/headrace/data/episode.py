@@ -132,7 +132,7 @@ class Step(JsonData):
             messages=tuple(messages),
             text=output.text,
             reward=reward,
-            advantage=advantage if advantage is None else tuple(advantage),
+            advantage=advantage,  # type: ignore[arg-type]  # made a tuple, or refused, by __post_init__
             temperature=output.temperature,
             finish_reason=output.finish_reason,
         )
@@ -148,6 +148,13 @@ class Trajectory(JsonData):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "steps", tuple(self.steps))
+
+    @property
+    def final_reward(self) -> float | None:
+        """Its reward or, where it has none, its last Step's."""
+        if self.reward is None and self.steps:
+            return self.steps[-1].reward
+        return self.reward
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +184,7 @@ class Episode(JsonData):
     @property
     def reward(self) -> float:
         """Mean reward of the trajectories; 0 where there is none."""
-        rewards = [t.reward for t in self.trajectories if t.reward is not None]
+        rewards = [t.final_reward for t in self.trajectories if t.final_reward is not None]
         return sum(rewards) / len(rewards) if rewards else 0.0
 
     @property
@@ -207,12 +214,12 @@ class TrajectoryGroup(JsonData):
     def rewards(self) -> tuple[float, ...]:
         """One reward per trajectory: all set, or all missing, which means the last Step's reward."""
         missing = sum(t.reward is None for t in self.trajectories)
-        if missing == 0:
-            return tuple(t.reward for t in self.trajectories if t.reward is not None)
         where = f'group of task "{self.task_id}", role "{self.name}"'
-        if missing != len(self.trajectories):
-            raise DataError(f"{where}: {missing} of {len(self.trajectories)} trajectories have no reward; set all or none")
-        last = [t.steps[-1].reward if t.steps else None for t in self.trajectories]
-        if any(reward is None for reward in last):
+        if 0 < missing < len(self.trajectories):
+            raise DataError(
+                f"{where}: {missing} of {len(self.trajectories)} trajectories have no reward; set all or none"
+            )
+        rewards = tuple(t.final_reward for t in self.trajectories if t.final_reward is not None)
+        if len(rewards) != len(self.trajectories):
             raise DataError(f"{where}: neither trajectories nor their last Steps have a reward")
-        return tuple(reward for reward in last if reward is not None)
+        return rewards

@@ -107,7 +107,7 @@ def merge_steps(trajectory: Trajectory, **identity: Any) -> list[Sample]:
             advantages=tuple(row.advantages[1:]),
             temperature=row.temperature,
             role=trajectory.name,
-            reward=trajectory.reward,
+            reward=trajectory.final_reward,
             **identity,
         )
         for row in _rows(trajectory.steps)

@@ -27,7 +27,7 @@ class TaskSampler:
         self._shuffle = shuffle
         self._drop_last = drop_last
         self._order = lru_cache(maxsize=2)(self._new_order)
-        self.position = (0, 0)
+        self.position: tuple[int, int] = (0, 0)
 
     def __len__(self) -> int:
         """Batches in one epoch."""

@@ -53,7 +53,8 @@ def read_jsonl(path: Path) -> list[Task]:
     if not path.is_file():
         raise DataError(f"there is no task file {path}")
     tasks = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    # not splitlines(): it also cuts at separators such as U+2028, which JSON strings may hold as they are
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
         if not line.strip():
             continue
         try:

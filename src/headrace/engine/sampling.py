@@ -31,7 +31,7 @@ def sample_tokens(
     logits_BV: Tensor, params: Sequence[SamplingParams], seeds: Sequence[int], positions: Sequence[int]
 ) -> tuple[list[int], list[float], list[float]]:
     """(tokens, log-probabilities under the sampling distribution, log-probabilities at temperature 1)."""
-    logits_BV = logits_BV.float()
+    logits_BV = logits_BV.to(torch.promote_types(logits_BV.dtype, torch.float32))
     temperatures = torch.tensor([p.temperature for p in params])
     greedy_B = temperatures == 0
     model_BV = torch.log_softmax(logits_BV, dim=-1)

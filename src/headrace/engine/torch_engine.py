@@ -257,7 +257,7 @@ class TorchEngine:
         self._cache.ensure(len(running), max(lengths) + 1)
         hidden = self._model.decode(self._cache, ids_B, lengths)
         tokens, logprobs, model_logprobs = sample_tokens(
-            self._model.logits(hidden),
+            self._model.decode_logits(hidden),
             [r.params for r in running],
             [r.seed for r in running],
             [len(r.ids) for r in running],

@@ -88,7 +88,8 @@ def get_model(name: str, report: Callable[[str], None] = print) -> Path:
     """Make a catalog model ready, fetching and converting it if need be; `report` gets lines about the progress."""
     requirement, folder = _entry(name).requirement, model_folder(name)
     if requirement is None:
-        return _ready_folder(name)
+        report(f"{name} is there already: {_ready_folder(name)}")
+        return folder
     if folder.exists():
         try:
             check_model_folder(folder)

@@ -70,6 +70,8 @@ class CausalModel(Protocol):
 
     vocabulary: int
     max_length: int
+    row_block: int
+    """Above 0: decode in products of so many rows, which makes a sequence independent of its neighbours to the bit."""
 
     def hidden(self, rows: PackedRows) -> Tensor:
         """Final hidden states [N, D] of packed rows, with gradients if enabled."""
@@ -77,6 +79,10 @@ class CausalModel(Protocol):
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """Logits [N, V] of hidden states."""
+        ...
+
+    def decode_logits(self, hidden_BD: Tensor) -> Tensor:
+        """Logits [B, V] of what `decode` returned."""
         ...
 
     def new_cache(self) -> SlotCache:

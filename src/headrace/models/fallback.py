@@ -38,6 +38,7 @@ class TransformersModel:
         config = hf_model.config.get_text_config()
         self.vocabulary: int = config.vocab_size
         self.max_length: int = getattr(config, "max_position_embeddings", None) or 1 << 30
+        self.row_block = 0  # sequences are decoded one by one, which makes them independent in any case
         self._model = hf_model
         self._decoder = (hf_model.get_base_model() if hasattr(hf_model, "peft_config") else hf_model).get_decoder()
         self._head = hf_model.get_output_embeddings()
@@ -55,6 +56,9 @@ class TransformersModel:
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         return self._head(hidden_ND) if self._split_head else hidden_ND
+
+    def decode_logits(self, hidden_BD: Tensor) -> Tensor:
+        return torch.cat([self.logits(row) for row in hidden_BD.split(1)])
 
     def new_cache(self) -> CacheList:
         return CacheList()

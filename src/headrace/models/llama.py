@@ -49,10 +49,12 @@ class FusedLinear:
         self.sizes = [layer.out_features for layer in plain]
         self.weight = _share(plain, "weight")
         self.bias = _share(plain, "bias") if plain[0].bias is not None else None
-        self._adapted = [(i, layer) for i, layer in enumerate(layers) if hasattr(layer, "lora_A")]
+        self._adapted: list[tuple[int, Any]] = [
+            (i, layer) for i, layer in enumerate(layers) if hasattr(layer, "lora_A")
+        ]
 
-    def __call__(self, x_ND: Tensor) -> Tensor:
-        out = F.linear(x_ND, self.weight, self.bias)
+    def __call__(self, x_ND: Tensor, row_block: int = 0) -> Tensor:
+        out = linear_by_blocks(x_ND, self.weight, self.bias, row_block)
         if self._adapted:
             parts = list(out.split(self.sizes, dim=-1))
             for index, layer in self._adapted:
@@ -60,6 +62,17 @@ class FusedLinear:
                     low = F.linear(x_ND, layer.lora_A[name].weight)
                     parts[index] += layer.scaling[name] * F.linear(low, layer.lora_B[name].weight)
         return out
+
+
+def linear_by_blocks(x_ND: Tensor, weight: Tensor, bias: Tensor | None, block: int) -> Tensor:
+    """A linear layer as products of exactly `block` rows each (0: one product of all rows).
+
+    A matrix product rounds differently for different numbers of rows, but a row's result does not depend on its
+    neighbours within a product of fixed shape.
+    """
+    if not block or x_ND.shape[0] == block:
+        return F.linear(x_ND, weight, bias)
+    return torch.cat([F.linear(part, weight, bias) for part in x_ND.split(block)])
 
 
 def _share(layers: Sequence[Any], name: str) -> Tensor:
@@ -103,6 +116,11 @@ def _rms_norm(x: Tensor, norm: Any) -> Tensor:
     return F.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
 
 
+def _pad_rows(x_BD: Tensor, block: int) -> Tensor:
+    missing = -x_BD.shape[0] % block if block else 0
+    return F.pad(x_BD, (0, 0, 0, missing)) if missing else x_BD
+
+
 def _rotate(x_NHd: Tensor, cos_N1d: Tensor, sin_N1d: Tensor) -> Tensor:
     first, second = x_NHd.chunk(2, dim=-1)
     return x_NHd * cos_N1d + torch.cat((-second, first), dim=-1) * sin_N1d
@@ -118,22 +136,22 @@ class LlamaCache:
     def __init__(self, layers: int, heads: int, dim: int, like: Tensor) -> None:
         self._shape = (layers, heads, dim)
         self._like = like
-        self._slots = self._length = 0
+        self._slots = self.length = 0
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
     def ensure(self, slots: int, length: int) -> None:
-        if slots <= self._slots and length <= self._length:
+        if slots <= self._slots and length <= self.length:
             return
         layers, heads, dim = self._shape
-        old_slots, old_length = self._slots, self._length
+        old_slots, old_length = self._slots, self.length
         if slots > old_slots:
             self._slots = _round_up(slots, _SLOT_GRAIN)
         if length > old_length:  # by half at least, or long sequences would copy the cache over and over
-            self._length = _round_up(max(length, old_length * 3 // 2), _LENGTH_GRAIN)
+            self.length = _round_up(max(length, old_length * 3 // 2), _LENGTH_GRAIN)
         for tensors in (self.keys, self.values):
             for layer in range(layers):
-                grown = self._like.new_zeros((self._slots, heads, self._length, dim))
+                grown = self._like.new_zeros((self._slots, heads, self.length, dim))
                 if old_slots:
                     grown[:old_slots, :, :old_length] = tensors[layer]
                     tensors[layer] = grown
@@ -145,7 +163,7 @@ class LlamaCache:
             tensor[target, :, :length] = tensor[source, :, :length]
 
     def release(self) -> None:
-        self._slots = self._length = 0
+        self._slots = self.length = 0
         self.keys, self.values = [], []
 
 
@@ -158,6 +176,7 @@ class LlamaModel:
         self.vocabulary: int = config.vocab_size
         self.max_length: int = config.max_position_embeddings
         self.gradient_checkpointing = False
+        self.row_block = 0  # above 0: a sequence's decoding does not depend, to the bit, on what else is decoded
         self._heads: int = config.num_attention_heads
         self._kv_heads: int = config.num_key_value_heads
         self._dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -174,11 +193,20 @@ class LlamaModel:
     def logits(self, hidden_ND: Tensor) -> Tensor:
         return self._head(hidden_ND)
 
+    @torch.no_grad()
+    def decode_logits(self, hidden_BD: Tensor) -> Tensor:
+        padded = _pad_rows(hidden_BD, self.row_block)
+        return linear_by_blocks(padded, self._head.weight, self._head.bias, self.row_block)[: hidden_BD.shape[0]]
+
     def new_cache(self) -> LlamaCache:
         return LlamaCache(len(self._layers), self._kv_heads, self._dim, self._embedding.weight.data)
 
     @torch.no_grad()
     def prefill(self, cache: LlamaCache, rows: PackedRows, slots: Sequence[int]) -> None:
+        if self.row_block and len(slots) > 1:
+            for row, slot in zip(rows.ids_N.split(rows.lengths), slots, strict=True):
+                self.prefill(cache, PackedRows.from_rows([row.tolist()]), [slot])
+            return
         slots_N = torch.tensor(slots).repeat_interleave(torch.tensor(rows.lengths))
 
         def keep(layer: int, k_NHd: Tensor, v_NHd: Tensor) -> None:
@@ -190,13 +218,17 @@ class LlamaModel:
     @torch.no_grad()
     def decode(self, cache: LlamaCache, ids_B: Tensor, lengths: Sequence[int]) -> Tensor:
         count, longest = len(lengths), max(lengths) + 1
+        if self.row_block:
+            longest = min(_round_up(longest, _LENGTH_GRAIN), cache.length)
         lengths_B = torch.tensor(lengths)
         slots_B = torch.arange(count)
         cos_B1d, sin_B1d = self._angles(lengths_B, longest)
         mask_B11L = self._decode_mask(lengths_B, longest)
-        x = self._embedding(ids_B)
+        block = self.row_block
+        x = _pad_rows(self._embedding(ids_B), block)
         for index, layer in enumerate(self._layers):
-            q, k, v = self._split(layer, layer.qkv(_rms_norm(x, layer.norm_1)), cos_B1d, sin_B1d)
+            qkv = layer.qkv(_rms_norm(x, layer.norm_1), block)[:count]
+            q, k, v = self._split(layer, qkv, cos_B1d, sin_B1d)
             keys, values = cache.keys[index], cache.values[index]
             keys[slots_B, :, lengths_B] = k
             values[slots_B, :, lengths_B] = v
@@ -207,10 +239,10 @@ class LlamaModel:
                 values[:count, :, :longest],
                 attn_mask=mask_B11L,
             )
-            x = x + layer.out(mixed.reshape(count, -1))
-            gate, up = layer.gate_up(_rms_norm(x, layer.norm_2)).chunk(2, dim=-1)
-            x = x + layer.down(F.silu(gate) * up)
-        return _rms_norm(x, self._norm)
+            x = x + layer.out(_pad_rows(mixed.reshape(count, -1), block), block)
+            gate, up = layer.gate_up(_rms_norm(x, layer.norm_2), block).chunk(2, dim=-1)
+            x = x + layer.down(F.silu(gate) * up, block)
+        return _rms_norm(x[:count], self._norm)
 
     def _run(self, rows: PackedRows, keep: Any = None) -> Tensor:
         """All layers over packed rows. With `keep`, hands over keys and values and stops once the last are known."""

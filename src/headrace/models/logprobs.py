@@ -20,7 +20,9 @@ def target_logprobs(
     recompute = torch.is_grad_enabled() and hidden_MD.shape[0] > chunk
 
     def one_chunk(hidden: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
-        logprobs_CV = torch.log_softmax(model.logits(hidden).float() / temperatures[:, None], dim=-1)
+        logits_CV = model.logits(hidden)
+        wide = torch.promote_types(logits_CV.dtype, torch.float32)
+        logprobs_CV = torch.log_softmax(logits_CV.to(wide) / temperatures[:, None], dim=-1)
         chosen = logprobs_CV.gather(1, targets[:, None]).squeeze(1)
         with torch.no_grad():
             entropy = -(logprobs_CV.exp() * logprobs_CV).sum(-1)

@@ -32,7 +32,8 @@ def pack(samples: Sequence[Sample], algorithm: AlgorithmSection, micro_batch_tok
             room = micro_batch_tokens
         micro_batches[-1].append(index)
         room -= size
-    weights = tuple(1.0 / s.trained_tokens if algorithm.aggregation == "sequence_mean_token_mean" else 1.0 for s in samples)
+    per_row = algorithm.aggregation == "sequence_mean_token_mean"
+    weights = tuple(1.0 / max(sample.trained_tokens, 1) if per_row else 1.0 for sample in samples)
     return TrainBatch(tuple(samples), weights, tuple(tuple(batch) for batch in micro_batches))
 
 

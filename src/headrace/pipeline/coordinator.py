@@ -59,9 +59,7 @@ class SyncCoordinator:
 
     def account(self) -> Account:
         """The conservation count."""
-        account = Account(
-            self._dispatched, self._trained, self._filtered, self._failed, self._stale, self._pending
-        )
+        account = Account(self._dispatched, self._trained, self._filtered, self._failed, self._stale, self._pending)
         settled = account.trained + account.filtered + account.failed + account.stale
         assert account.dispatched == settled + account.pending, f"episodes were lost: {account}"
         return account

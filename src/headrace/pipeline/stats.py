@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean, pstdev
 
-from headrace.data.sample import TrainBatch
+from headrace.data.sample import NO_VERSION, TrainBatch
 from headrace.metrics import MetricsAggregator, Reducer
 from headrace.pipeline.buffer import FinishedGroup
 
@@ -24,7 +24,12 @@ def batch_metrics(finished: Sequence[FinishedGroup], batch: TrainBatch, version:
         metrics.record("response/length_mean", episode.response_tokens, Reducer.MEAN)
         metrics.record("response/cut_share", episode.termination == "length", Reducer.MEAN)
         metrics.record_all(episode.metrics, Reducer.MEAN, prefix="episode/")
-    versions = [v for sample in batch.samples for v, m in zip(sample.versions, sample.loss_mask, strict=True) if m and v >= 0]
+    versions = [
+        token_version
+        for sample in batch.samples
+        for token_version, trained in zip(sample.versions, sample.loss_mask, strict=True)
+        if trained and token_version != NO_VERSION
+    ]
     if versions:
         metrics.record("staleness/max", version - min(versions), Reducer.MAX)
         metrics.record("staleness/mean", version - fmean(versions), Reducer.MEAN)

@@ -27,6 +27,7 @@ from headrace.models.logprobs import target_logprobs
 from headrace.registry import resolve
 
 T = TypeVar("T")
+_ROW_BLOCK = 32
 _INTEGER_OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -42,6 +43,7 @@ class LocalBackend:
         self.hf_model = load_model(config.model)
         self.hf_model.train()
         self.model = build_causal_model(self.hf_model, config.model.fast_path)
+        self.model.row_block = _ROW_BLOCK if config.run.deterministic else 0
         if config.backend.gradient_checkpointing:
             self._checkpoint_gradients()
         self._trainable = [p for p in self.hf_model.parameters() if p.requires_grad]
@@ -223,9 +225,13 @@ class _TokenTensors:
 
 
 def _record(
-    metrics: MetricsAggregator, loss_M: Tensor, entropy_M: Tensor, logprobs_M: Tensor, tokens: _TokenTensors, figures: Any
+    metrics: MetricsAggregator,
+    loss_M: Tensor,
+    entropy_M: Tensor,
+    logprobs_M: Tensor,
+    tokens: _TokenTensors,
+    figures: dict[str, Tensor],
 ) -> None:
-    count = loss_M.numel()
     means: dict[str, Tensor] = {"policy/loss": loss_M, "policy/entropy": entropy_M, **figures}
     sampled_M = tokens.versions_M >= 0  # demonstrations have no sampler
     if bool(sampled_M.any()):
@@ -234,7 +240,7 @@ def _record(
         metrics.record("policy/logprob_gap_max", float(drift_M.abs().max()), Reducer.MAX)
     for key, values in means.items():
         metrics.record(key, float(values.mean()), Reducer.WEIGHTED_MEAN, weight=values.numel())
-    metrics.record("tokens/trained", count, Reducer.SUM)
+    metrics.record("tokens/trained", loss_M.numel(), Reducer.SUM)
 
 
 def eos_token_ids(hf_model: Any, tokenizer: Any) -> list[int]:

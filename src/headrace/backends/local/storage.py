@@ -48,7 +48,9 @@ def load_state(folder: Path, hf_model: Any, optimizer: torch.optim.Optimizer) ->
             parameter.copy_(weights[name])
     optimizer.state.clear()
     for parameter, name in names.items():
-        state = {key: moments[f"{name}/{key}"] for key in ("step", "exp_avg", "exp_avg_sq") if f"{name}/{key}" in moments}
+        state = {
+            key: moments[f"{name}/{key}"] for key in ("step", "exp_avg", "exp_avg_sq") if f"{name}/{key}" in moments
+        }
         if state:
             optimizer.state[parameter] = state
 
@@ -67,5 +69,5 @@ def export_folder(folder: Path, hf_model: Any, tokenizer: Any) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def _trainable_names(hf_model: Any) -> dict[torch.nn.Parameter, str]:
+def _trainable_names(hf_model: Any) -> dict[torch.Tensor, str]:
     return {p: name for name, p in hf_model.named_parameters() if p.requires_grad}

@@ -1,0 +1,56 @@
+"""`headrace eval`: the evaluation sets of a run file, on a model or on one of a run's checkpoints."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from headrace.assembly import assemble, resolve_objective
+from headrace.checkpoint import list_checkpoints, load_checkpoint
+from headrace.config import RunConfig
+from headrace.errors import ConfigError
+
+
+def evaluate_run(config: RunConfig, checkpoint: Path | None = None) -> dict[str, float]:
+    """Evaluate, print a table and return the metrics. `checkpoint` is a checkpoint or a run folder (its newest)."""
+    if not config.eval.sets:
+        raise ConfigError("the run file has no evaluation set; add a section [eval.sets.NAME] with tasks")
+    metrics = asyncio.run(_evaluate(resolve_objective(config), _find(checkpoint)))
+    table = Table("set", "metric", "value", title=f"evaluation of {checkpoint or config.model.name}")
+    for key, value in metrics.items():
+        name, metric = key.removeprefix("eval/").split("/", 1)
+        table.add_row(name, metric, f"{value:.4g}")
+    Console().print(table)
+    return metrics
+
+
+async def _evaluate(config: RunConfig, checkpoint: Path | None) -> dict[str, float]:
+    parts = await asyncio.to_thread(assemble, config)
+    try:
+        if checkpoint is not None:
+            await load_checkpoint(checkpoint, parts.backend)
+        with Progress(console=Console(stderr=True), transient=True) as progress:
+            bars = {}
+
+            def show(name: str, done: int, total: int) -> None:
+                if name not in bars:
+                    bars[name] = progress.add_task(name, total=total)
+                progress.update(bars[name], completed=done)
+
+            return await parts.evaluator.evaluate(parts.eval_manager, show)
+    finally:
+        await parts.engine.close()
+        await parts.backend.close()
+
+
+def _find(checkpoint: Path | None) -> Path | None:
+    if checkpoint is None or (checkpoint / "trainer.json").is_file():
+        return checkpoint
+    inside = list_checkpoints(checkpoint)
+    if not inside:
+        raise ConfigError(f"{checkpoint} is neither a checkpoint nor a run folder with one")
+    return inside[-1]

@@ -1,0 +1,1 @@
+"""Suites that every backend and every engine must pass."""

@@ -1,0 +1,176 @@
+"""What every training backend must do. Subclass `BackendContract`, supply `make_backend`, and pass all of it."""
+
+from __future__ import annotations
+
+import random
+from abc import abstractmethod
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.backends.base import Backend
+from headrace.config import AlgorithmSection
+from headrace.data.sample import Sample
+from headrace.engine.base import SamplingParams
+from headrace.errors import DivergedError
+from headrace.pipeline.batcher import grad_scale, pack
+
+REINFORCE_LIKE = AlgorithmSection(loss="ppo_clip", clip_low=10.0, clip_high=10.0)
+IMITATE = AlgorithmSection(loss="cross_entropy")
+AGGREGATIONS = ["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "token_sum", "constant"]
+
+
+def random_samples(count: int, vocabulary: int, seed: int = 0, longest: int = 24) -> list[Sample]:
+    """Rows of different lengths with prompts, several trained stretches and advantages of both signs."""
+    rng = random.Random(seed)
+    samples = []
+    for index in range(count):
+        length = rng.randint(4, longest)
+        mask = [0, *(int(rng.random() < 0.6) for _ in range(length - 3)), 1]
+        samples.append(
+            Sample(
+                tokens=tuple(rng.randrange(vocabulary) for _ in range(length)),
+                loss_mask=tuple(mask),
+                logprobs=tuple(-rng.random() * 5 for _ in mask),
+                versions=tuple(0 for _ in mask),
+                advantages=tuple(rng.uniform(-1, 1) for _ in mask),
+                task_id=str(index),
+            )
+        )
+    return samples
+
+
+class BackendContract:
+    """One suite for all backends. `tolerance` is what two routes to the same number may differ by."""
+
+    tolerance = 1e-5
+
+    @abstractmethod
+    def make_backend(self, **changes: Any) -> Backend:
+        """A fresh backend on the same small model each time; `changes` are `section=dict` of a run configuration."""
+
+    def samples(self, backend: Backend, count: int = 8, seed: int = 0) -> list[Sample]:
+        return random_samples(count, min(90, len(backend.tokenizer)), seed)
+
+    async def logprobs(self, backend: Backend, samples: list[Sample]) -> list[float]:
+        found = await backend.compute_logprobs(pack(samples, IMITATE, 64))
+        return [value for row in found for value in row]
+
+    async def train(
+        self, backend: Backend, samples: list[Sample], algorithm: AlgorithmSection, cuts: int = 1, tokens: int = 512
+    ) -> None:
+        size = -(-len(samples) // cuts)
+        batches = [pack(samples[i : i + size], algorithm, tokens) for i in range(0, len(samples), size)]
+        for batch in batches:
+            await backend.forward_backward(batch, algorithm)
+        await backend.optim_step(1e-3, grad_scale(batches, algorithm))
+
+    async def test_training_raises_what_has_positive_advantage(self) -> None:
+        backend = self.make_backend()
+        samples = self.samples(backend)
+        before = await self.logprobs(backend, samples)
+        for _ in range(5):
+            await self.train(backend, samples, IMITATE)
+        after = await self.logprobs(backend, samples)
+        trained = [m for s in samples for m in s.loss_mask]
+        gain = [a - b for a, b, m in zip(after, before, trained, strict=True) if m]
+        assert sum(gain) / len(gain) > 0
+        await backend.close()
+
+    async def test_nothing_changes_without_optim_step(self) -> None:
+        backend = self.make_backend()
+        samples = self.samples(backend)
+        before = await self.logprobs(backend, samples)
+        await backend.forward_backward(pack(samples, IMITATE, 512), IMITATE)
+        assert await self.logprobs(backend, samples) == before
+        await backend.close()
+
+    @pytest.mark.parametrize("aggregation", AGGREGATIONS)
+    async def test_result_does_not_depend_on_how_the_step_is_cut(self, aggregation: str) -> None:
+        algorithm = REINFORCE_LIKE.model_copy(update={"aggregation": aggregation, "aggregation_length": 64})
+        results = []
+        for cuts, tokens in ((1, 10_000), (1, 30), (4, 50), (8, 1)):
+            backend = self.make_backend(optimizer={"eps": 1.0, "grad_clip": 0.0})  # eps 1: an SGD-like step
+            samples = self.samples(backend)
+            await self.train(backend, samples, algorithm, cuts, tokens)
+            results.append(await self.logprobs(backend, samples))
+            await backend.close()
+        for other in results[1:]:
+            assert other == pytest.approx(results[0], abs=self.tolerance)
+
+    async def test_optim_step_forgets_the_gradient(self) -> None:
+        once, twice = self.make_backend(), self.make_backend()
+        samples = self.samples(once)
+        for backend in (once, twice):
+            await self.train(backend, samples, IMITATE)
+        await self.train(twice, samples, IMITATE)
+        await self.train(once, samples, IMITATE)
+        assert await self.logprobs(once, samples) == pytest.approx(await self.logprobs(twice, samples), abs=1e-6)
+        await once.close()
+        await twice.close()
+
+    async def test_the_engine_samples_from_the_published_weights(self) -> None:
+        backend = self.make_backend()
+        engine = backend.create_engine()
+        samples = self.samples(backend)
+        for _ in range(3):
+            await self.train(backend, samples, IMITATE)
+        publication = await backend.publish(1)
+        assert publication.version == 1
+        generation = await engine.generate(samples[0].tokens[:3], SamplingParams(max_tokens=8, ignore_eos=True), seed=3)
+        assert set(generation.versions) == {1}
+        row = Sample(
+            tokens=(*generation.prompt_ids, *generation.completion_ids),
+            loss_mask=(0, 0, *(1 for _ in generation.completion_ids)),
+            logprobs=(0.0, 0.0, *generation.logprobs),
+            versions=(-1, -1, *generation.versions),
+            advantages=(0.0, 0.0, *(0.0 for _ in generation.completion_ids)),
+        )
+        learner = (await backend.compute_logprobs(pack([row], IMITATE, 512)))[0][2:]
+        assert learner == pytest.approx(list(generation.logprobs), abs=1e-4)
+        await engine.close()
+        await backend.close()
+
+    async def test_the_fingerprint_changes_with_the_weights_and_only_then(self) -> None:
+        backend = self.make_backend()
+        engine = backend.create_engine()
+        first, again = await backend.publish(1), await backend.publish(2)
+        await self.train(backend, self.samples(backend), IMITATE)
+        changed = await backend.publish(3)
+        assert first.fingerprint == again.fingerprint != changed.fingerprint
+        await engine.close()
+        await backend.close()
+
+    async def test_a_loaded_checkpoint_goes_on_exactly_where_it_was_saved(self, tmp_path: Path) -> None:
+        one, two = self.make_backend(), self.make_backend()
+        samples = self.samples(one)
+        await self.train(one, samples, IMITATE)
+        await one.save(tmp_path / "state")
+        await two.load(tmp_path / "state")
+        for backend in (one, two):  # a second step shows that the optimizer's moments came along
+            await self.train(backend, samples, IMITATE)
+        assert await self.logprobs(one, samples) == await self.logprobs(two, samples)
+        await one.close()
+        await two.close()
+
+    async def test_a_loss_that_is_not_finite_names_the_samples(self) -> None:
+        backend = self.make_backend()
+        good = self.samples(backend, 3)
+        bad = Sample(
+            tokens=good[0].tokens,
+            loss_mask=good[0].loss_mask,
+            logprobs=good[0].logprobs,
+            versions=good[0].versions,
+            advantages=tuple(float("nan") for _ in good[0].advantages),
+            task_id="the-broken-one",
+        )
+        with pytest.raises(DivergedError, match="the-broken-one"):
+            await backend.forward_backward(pack([*good, bad], REINFORCE_LIKE, 512), REINFORCE_LIKE)
+        await backend.close()
+
+    async def test_an_unknown_loss_is_an_error_at_start_up(self) -> None:
+        backend = self.make_backend()
+        with pytest.raises(ValueError, match="did you mean"):
+            backend.check(AlgorithmSection(loss="ppo_clp"))
+        await backend.close()

@@ -1,0 +1,159 @@
+"""What several tests share: a tokenizer of characters, an engine that says what it is told, builders of data."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from hypothesis import settings
+
+from headrace.agents.chat import ChatTemplate
+from headrace.data.episode import Episode, FinishReason, Step, Trajectory
+from headrace.engine.base import EngineHealth, Generation, SamplingParams
+from headrace.errors import EngineError
+
+ROOT = Path(__file__).parent.parent
+# no deadline: a core that others use too is slow at times, and that is no failure
+examples = settings(deadline=None, max_examples=60)
+
+
+@cache
+def bundled_tokenizer() -> Any:
+    """The tokenizer of the bundled model, trained anew by the script that makes the model."""
+    spec = importlib.util.spec_from_file_location("make_bundled_model", ROOT / "scripts" / "make_bundled_model.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.make_tokenizer()
+
+
+class CharTokenizer:
+    """One id per character, ChatML, and an end token: enough of a tokenizer for `ChatTemplate`."""
+
+    chat_template = "ChatML"
+    eos_token = "<|im_end|>"
+    eos_token_id = 1
+    _specials = ("<|im_start|>", "<|im_end|>")
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        for index, special in enumerate(self._specials):
+            text = text.replace(special, chr(index))
+        return [ord(character) for character in text]
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        specials = ("", "") if skip_special_tokens else self._specials
+        return "".join(specials[i] if i < len(specials) else chr(i) for i in ids)
+
+    def apply_chat_template(self, messages: Sequence[Any], tokenize: bool, add_generation_prompt: bool) -> str:
+        text = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
+        return text + "<|im_start|>assistant\n" * add_generation_prompt
+
+
+def char_chat() -> ChatTemplate:
+    """A chat template over characters."""
+    return ChatTemplate(CharTokenizer())
+
+
+def random_word(seed: int) -> str:
+    """A reply that is a function of the seed alone."""
+    rng = random.Random(seed)
+    return "".join(rng.choice("abcdef") for _ in range(rng.randint(1, 5)))
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the engine was asked."""
+
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+
+
+class FakeEngine:
+    """A rollout engine without a model: `reply(seed)` is the text it answers with, or the very ids.
+
+    Text ends with the end token unless `max_tokens` cuts it. `takes_s` is how long an answer takes; `breaks` makes
+    every request fail.
+    """
+
+    def __init__(
+        self,
+        reply: Callable[[int], str | Sequence[int]] = random_word,
+        tokenizer: Any = None,
+        takes_s: float = 0.0,
+        breaks: str = "",
+    ) -> None:
+        self._reply = reply
+        self._tokenizer = tokenizer or CharTokenizer()
+        self._takes_s = takes_s
+        self._breaks = breaks
+        self.version = 0
+        self.requests: list[Request] = []
+        self.busy = self.most_busy = 0
+
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, seed: int) -> Generation:
+        self.requests.append(Request(tuple(prompt_ids), params, seed))
+        self.busy += 1
+        self.most_busy = max(self.busy, self.most_busy)
+        try:
+            await asyncio.sleep(self._takes_s)
+        finally:
+            self.busy -= 1
+        if self._breaks:
+            raise EngineError(self._breaks)
+        ids = self._ids(self._reply(seed))[: params.max_tokens]
+        logprobs = tuple(-1.0 - index / 8 for index in range(len(ids)))
+        return Generation(
+            prompt_ids=tuple(prompt_ids),
+            completion_ids=ids,
+            logprobs=logprobs,
+            model_logprobs=logprobs,
+            versions=(self.version,) * len(ids),
+            finish_reason=FinishReason.STOP if ids[-1:] == (self._tokenizer.eos_token_id,) else FinishReason.LENGTH,
+            temperature=1.0 if params.temperature is None else params.temperature,
+        )
+
+    def _ids(self, reply: str | Sequence[int]) -> tuple[int, ...]:
+        if isinstance(reply, str):
+            return (*self._tokenizer.encode(reply, add_special_tokens=False), self._tokenizer.eos_token_id)
+        return tuple(reply)
+
+    async def compute_logprobs(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
+        return [[-1.0] * (len(row) - 1) for row in rows]
+
+    async def pause(self) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def load_weights(self, version: int, weights: Any = None) -> None:
+        self.version = version
+
+    async def release_cache(self) -> None: ...
+
+    def health(self) -> EngineHealth:
+        return EngineHealth(True, False, self.version, self.busy, 0, 0, 0.0)
+
+    async def close(self) -> None: ...
+
+
+def step(prompt: Sequence[Any], response: Sequence[int], **fields: Any) -> Step:
+    """A Step with logprobs and versions made up."""
+    count = len(response)
+    given = {"logprobs": tuple(-float(i + 1) for i in range(count)), "versions": (0,) * count, **fields}
+    return Step(tuple(prompt), tuple(response), **given)
+
+
+def trajectory(reward: float | None = None, role: str = "agent", **fields: Any) -> Trajectory:
+    """A trajectory of one short Step, which takes the other fields."""
+    return Trajectory((step([1, 2], [3, 4, 5], **fields),), role, reward)
+
+
+def episode(*rewards: float, **fields: Any) -> Episode:
+    """An episode with one trajectory per reward, all of the role "agent"."""
+    return Episode(**{"task_id": "t", "trajectories": tuple(trajectory(reward) for reward in rewards), **fields})

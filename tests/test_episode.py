@@ -1,0 +1,265 @@
+"""Tasks, model outputs, steps, trajectories, episodes and groups as data: exact, frozen, whole."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from dataclasses import FrozenInstanceError, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes import examples, step, trajectory
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.data.codec import JsonData
+from headrace.data.episode import Episode, FinishReason, ModelOutput, Step, Trajectory, TrajectoryGroup
+from headrace.data.sample import Sample
+from headrace.data.task import Task, load_tasks
+from headrace.errors import DataError
+
+IMAGE = {"type": "image", "data": "aGVhZHJhY2U="}
+OUTPUT = ModelOutput(
+    text="hi", prompt_ids=(1, IMAGE, 2), completion_ids=(3, 4), logprobs=(-0.5, -0.25), model_logprobs=(-0.75, -1.0),
+    versions=(6, 7), finish_reason=FinishReason.LENGTH, temperature=0.5, content="hi", reasoning="hm",
+    tool_calls=({"name": "add", "arguments": {"a": [1]}},),
+)  # fmt: skip
+
+# ---- what the data may hold ------------------------------------------------------------------------------------------
+
+numbers = st.floats(allow_nan=False)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | numbers | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
+)
+messages = st.lists(
+    st.fixed_dictionaries({"role": st.sampled_from(["system", "user", "assistant", "tool"]), "content": json_values}),
+    max_size=3,
+).map(tuple)
+images = st.fixed_dictionaries({"type": st.just("image"), "data": st.text(max_size=8)})
+prompts = st.lists(st.integers(0, 200_000) | images, max_size=6).map(tuple)
+rewards = st.none() | numbers
+names = st.text(max_size=8)
+
+
+def lists_of(element: st.SearchStrategy[Any], length: int) -> st.SearchStrategy[tuple[Any, ...]]:
+    return st.lists(element, min_size=length, max_size=length).map(tuple)
+
+
+@st.composite
+def model_outputs(draw: st.DrawFn) -> ModelOutput:
+    size = draw(st.integers(0, 5))
+    return ModelOutput(
+        text=draw(st.text()),
+        prompt_ids=draw(prompts),
+        completion_ids=draw(lists_of(st.integers(0, 200_000), size)),
+        logprobs=draw(lists_of(numbers, size)),
+        model_logprobs=draw(lists_of(numbers, size)),
+        versions=draw(lists_of(st.integers(), size)),
+        finish_reason=draw(st.sampled_from(list(FinishReason))),
+        temperature=draw(numbers),
+        content=draw(st.text()),
+        reasoning=draw(st.none() | st.text()),
+        tool_calls=draw(st.lists(st.dictionaries(st.text(), json_values, max_size=2), max_size=2).map(tuple)),
+    )
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> Step:
+    size = draw(st.integers(0, 5))
+    return Step(
+        prompt_ids=draw(prompts),
+        response_ids=draw(lists_of(st.integers(0, 200_000), size)),
+        logprobs=draw(st.none() | lists_of(numbers, size)),
+        versions=draw(st.none() | lists_of(st.integers(), size)),
+        messages=draw(messages),
+        text=draw(st.text()),
+        reward=draw(rewards),
+        advantage=draw(st.none() | lists_of(numbers, size)),
+        temperature=draw(numbers),
+    )
+
+
+@st.composite
+def samples(draw: st.DrawFn) -> Sample:
+    tokens = draw(st.lists(st.integers(0, 200_000) | images, min_size=1, max_size=6).map(tuple))
+    size = len(tokens) - 1
+    return Sample(
+        tokens=tokens,
+        loss_mask=draw(lists_of(st.integers(0, 1), size)),
+        logprobs=draw(lists_of(numbers, size)),
+        versions=draw(lists_of(st.integers(), size)),
+        advantages=draw(lists_of(numbers, size)),
+        role=draw(names),
+        task_id=draw(names),
+        reward=draw(rewards),
+    )
+
+
+trajectories = st.builds(Trajectory, st.lists(steps(), max_size=2).map(tuple), names, rewards)
+several = st.lists(trajectories, max_size=2).map(tuple)
+episodes = st.builds(
+    Episode, names, several, st.integers(0), st.integers(0), seed=st.integers(0), is_correct=st.none() | st.booleans(),
+    metrics=st.dictionaries(names, numbers, max_size=2), error=st.none() | st.text(),
+)  # fmt: skip
+groups = st.builds(TrajectoryGroup, names, names, several, st.integers(0))
+tasks = st.builds(
+    Task, names, messages, st.text(), json_values, names, st.dictionaries(st.text(), json_values, max_size=3)
+)
+anything = st.one_of(model_outputs(), steps(), samples(), trajectories, episodes, groups, tasks)
+
+
+# ---- JSON ------------------------------------------------------------------------------------------------------------
+
+
+@examples
+@given(anything)
+def test_json_gives_the_same_object_back(thing: JsonData) -> None:
+    text = thing.to_json()
+    assert "\n" not in text
+    again = type(thing).from_json(text)
+    assert again == thing
+    assert again.to_json() == text
+
+
+@examples
+@given(anything)
+def test_a_dict_is_plain_json_and_gives_the_same_object_back(thing: JsonData) -> None:
+    plain = thing.to_dict()
+    assert json.loads(json.dumps(plain)) == plain
+    assert type(thing).from_dict(plain) == thing
+
+
+def test_infinite_logprobs_survive_json() -> None:
+    one = step([1], [2], logprobs=(-math.inf,))
+    assert Step.from_json(one.to_json()) == one
+
+
+def test_an_image_block_stays_where_it_is_among_the_ids() -> None:
+    again = ModelOutput.from_json(OUTPUT.to_json())
+    assert again.prompt_ids == (1, IMAGE, 2)
+
+
+def test_an_unknown_field_is_an_error_that_names_it() -> None:
+    with pytest.raises(DataError, match="Step has no field respones_ids; its fields are prompt_ids, response_ids"):
+        Step.from_dict({"prompt_ids": [1], "respones_ids": [2]})
+
+
+def test_a_missing_field_is_an_error_that_names_it() -> None:
+    with pytest.raises(DataError, match="Step: .*'response_ids'"):
+        Step.from_dict({"prompt_ids": [1]})
+
+
+# ---- frozen, and with copies of their own ----------------------------------------------------------------------------
+
+EXAMPLES = [
+    OUTPUT,
+    step([1], [2]),
+    trajectory(1.0),
+    Episode("t"),
+    TrajectoryGroup("t", "agent", (trajectory(1.0),)),
+    Task("t", instruction="Do it."),
+    Sample((1, 2), (1,), (-1.0,), (0,), (1.0,)),
+]
+
+
+@pytest.mark.parametrize("thing", EXAMPLES, ids=lambda thing: type(thing).__name__)
+def test_no_field_can_be_changed(thing: Any) -> None:
+    for field in fields(thing):
+        with pytest.raises(FrozenInstanceError):
+            setattr(thing, field.name, getattr(thing, field.name))
+
+
+def test_a_step_keeps_its_own_messages() -> None:
+    conversation: list[dict[str, Any]] = [{"role": "user", "content": [{"type": "text", "text": "2 + 2?"}, IMAGE]}]
+    before = copy.deepcopy(conversation)
+    kept = Step.from_model_output(OUTPUT, conversation)
+    conversation[0]["content"][0]["text"] = "3 + 3?"
+    conversation[0]["role"] = "system"
+    conversation.append(OUTPUT.message)
+    assert list(kept.messages) == before
+
+
+def test_a_task_keeps_its_own_messages() -> None:
+    conversation = [{"role": "user", "content": ["look", IMAGE]}]
+    task = Task("t", tuple(conversation))
+    conversation[0]["content"].clear()  # type: ignore[union-attr]
+    assert task.messages == ({"role": "user", "content": ["look", IMAGE]},)
+
+
+def test_changing_a_reply_leaves_the_output_as_it_was() -> None:
+    OUTPUT.message["tool_calls"][0]["arguments"]["a"].append(2)
+    assert OUTPUT.tool_calls == ({"name": "add", "arguments": {"a": [1]}},)
+
+
+def test_lists_become_tuples() -> None:
+    built = Step([1], [2, 3], [-1.0, -2.0], [0, 0], advantage=[0.5, 0.5])  # type: ignore[arg-type]
+    assert built == Step((1,), (2, 3), (-1.0, -2.0), (0, 0), advantage=(0.5, 0.5))
+    assert Trajectory([built]) == Trajectory((built,))  # type: ignore[arg-type]
+
+
+# ---- Step ------------------------------------------------------------------------------------------------------------
+
+
+@examples
+@given(model_outputs())
+def test_a_step_has_exactly_what_was_sampled(output: ModelOutput) -> None:
+    made = Step.from_model_output(output, reward=0.5)
+    assert made.prompt_ids == output.prompt_ids
+    assert made.response_ids == output.completion_ids
+    assert made.logprobs == output.logprobs
+    assert made.versions == output.versions
+    assert (made.text, made.temperature, made.finish_reason) == (output.text, output.temperature, output.finish_reason)
+    assert made.reward == 0.5 and made.advantage is None
+
+
+def wrong_lengths() -> list[Any]:
+    output = {
+        "text": "", "prompt_ids": (1,), "completion_ids": (2, 3, 4), "logprobs": (0.0,) * 3,
+        "model_logprobs": (0.0,) * 3, "versions": (0,) * 3,
+    }  # fmt: skip
+    made = {"prompt_ids": (1,), "response_ids": (2, 3, 4)}
+    sample = {
+        "tokens": (1, 2, 3, 4), "loss_mask": (1,) * 3, "logprobs": (0.0,) * 3, "versions": (0,) * 3,
+        "advantages": (0.0,) * 3,
+    }  # fmt: skip
+    return [
+        *(pytest.param(ModelOutput, output, name, id=f"ModelOutput.{name}") for name in list(output)[3:]),
+        *(pytest.param(Step, made, name, id=f"Step.{name}") for name in ("logprobs", "versions", "advantage")),
+        *(pytest.param(Sample, sample, name, id=f"Sample.{name}") for name in list(sample)[1:]),
+    ]
+
+
+@pytest.mark.parametrize(("kind", "good", "name"), wrong_lengths())
+@pytest.mark.parametrize("length", [0, 2, 5])
+def test_a_wrong_length_is_an_error_that_names_both(kind: Any, good: dict[str, Any], name: str, length: int) -> None:
+    kind(**good)
+    with pytest.raises(DataError) as raised:
+        kind(**{**good, name: (0,) * length})
+    assert f"{kind.__name__}: {name} has length {length}" in str(raised.value)
+    assert "3" in str(raised.value)
+
+
+@pytest.mark.parametrize("scalar", [1.0, 0, -2.5])
+def test_a_scalar_advantage_is_an_error_that_says_what_is_wanted(scalar: Any) -> None:
+    for make in (lambda: Step((1,), (2,), advantage=scalar), lambda: Step.from_model_output(OUTPUT, advantage=scalar)):
+        with pytest.raises(DataError, match=f"one number per response token, got the scalar {scalar}"):
+            make()
+
+
+def test_an_advantage_list_is_kept() -> None:
+    assert Step.from_model_output(OUTPUT, advantage=[0.5, -0.5]).advantage == (0.5, -0.5)
+
+
+# ---- rewards ---------------------------------------------------------------------------------------------------------
+
+
+def group(*members: Trajectory) -> TrajectoryGroup:
+    return TrajectoryGroup("task 7", "solver", members)
+
+
+def test_rewards_are_those_of_the_trajectories() -> None:
+    assert group(trajectory(1.0, reward=0.25) if False else trajectory(1.0), trajectory(0.0)).rewards() == (1.0, 0.0)

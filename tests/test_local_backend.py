@@ -1,0 +1,136 @@
+"""The local backend passes the backend contract in each of its forms, and keeps what is its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from contracts.backend_contract import IMITATE, REINFORCE_LIKE, BackendContract, random_samples
+from headrace.backends.local.backend import LocalBackend
+from headrace.config import AlgorithmSection
+from headrace.data.sample import Sample
+from headrace.errors import BackendError, DataError
+from headrace.pipeline.batcher import grad_scale, pack
+from headrace.runfile import build_config
+
+
+def make_local(**changes: Any) -> LocalBackend:
+    torch.set_num_threads(1)
+    return LocalBackend(build_config(dict(changes)))
+
+
+class TestFullFineTuning(BackendContract):
+    def make_backend(self, **changes: Any) -> LocalBackend:
+        return make_local(**changes)
+
+
+class TestFullFineTuningInFloat64(BackendContract):
+    tolerance = 1e-10
+
+    def make_backend(self, **changes: Any) -> LocalBackend:
+        return make_local(model={"dtype": "float64"}, **changes)
+
+
+class TestLora(BackendContract):
+    def make_backend(self, **changes: Any) -> LocalBackend:
+        return make_local(model={"lora": {"rank": 4}}, **changes)
+
+
+class TestTransformersForward(BackendContract):
+    def make_backend(self, **changes: Any) -> LocalBackend:
+        return make_local(model={"fast_path": False}, **changes)
+
+
+async def step(backend: LocalBackend, samples: list[Sample], algorithm: AlgorithmSection = IMITATE) -> None:
+    batch = pack(samples, algorithm, 512)
+    await backend.forward_backward(batch, algorithm)
+    await backend.optim_step(1e-2, grad_scale([batch], algorithm))
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+async def test_an_exported_folder_is_an_ordinary_model(tmp_path: Path, rank: int) -> None:
+    backend = make_local(model={"lora": {"rank": rank}})
+    samples = random_samples(4, 90)
+    await step(backend, samples)
+    await backend.export(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert AutoTokenizer.from_pretrained(tmp_path / "model").chat_template
+    ids = torch.tensor([samples[0].tokens])
+    with torch.no_grad():
+        theirs = torch.log_softmax(model(ids).logits[0, :-1], -1).gather(1, ids[0, 1:, None]).squeeze(1)
+    ours = (await backend.compute_logprobs(pack(samples[:1], IMITATE, 512)))[0]
+    assert ours == pytest.approx(theirs.tolist(), abs=1e-4)
+    await backend.close()
+
+
+async def test_lora_trains_only_the_adapters() -> None:
+    backend = make_local(model={"lora": {"rank": 4}})
+    names = [name for name, p in backend.hf_model.named_parameters() if p.requires_grad]
+    assert names and all("lora_" in name for name in names)
+    await backend.close()
+
+
+async def test_ratio_one_gives_the_plain_policy_gradient() -> None:
+    """On-policy, ppo_clip and reinforce have the same gradient: the loss value is -mean advantage."""
+    backend = make_local()
+    (sample,) = random_samples(1, 90)
+    exact = (await backend.compute_logprobs(pack([sample], IMITATE, 512)))[0]
+    on_policy = Sample(
+        sample.tokens, sample.loss_mask, tuple(exact), sample.versions, sample.advantages, task_id="on-policy"
+    )
+    metrics = (await backend.forward_backward(pack([on_policy], REINFORCE_LIKE, 512), REINFORCE_LIKE)).reduce()
+    trained = [a for a, m in zip(sample.advantages, sample.loss_mask, strict=True) if m]
+    assert metrics["policy/loss"] == pytest.approx(-sum(trained) / len(trained), abs=1e-5)
+    assert metrics["policy/kl_to_sampler"] == pytest.approx(0.0, abs=1e-5)
+    await backend.close()
+
+
+async def test_recomputed_proximal_policy_makes_every_ratio_one() -> None:
+    backend = make_local()
+    samples = random_samples(4, 90)
+    algorithm = AlgorithmSection(proximal="recompute", clip_low=0.01, clip_high=0.01)
+    metrics = (await backend.forward_backward(pack(samples, algorithm, 512), algorithm)).reduce()
+    assert metrics["policy/clip_fraction"] == 0.0
+    await backend.close()
+
+
+async def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    lora, full = make_local(model={"lora": {"rank": 4}}), make_local()
+    await lora.save(tmp_path / "state")
+    with pytest.raises(BackendError, match="another model"):
+        await full.load(tmp_path / "state")
+    await lora.close()
+    await full.close()
+
+
+async def test_an_image_block_is_refused_by_a_text_model() -> None:
+    backend = make_local()
+    (sample,) = random_samples(1, 90)
+    block = {"type": "image", "data": "…"}
+    odd = Sample((block, *sample.tokens[1:]), sample.loss_mask, sample.logprobs, sample.versions, sample.advantages)
+    with pytest.raises(DataError, match="integer token ids"):
+        await backend.forward_backward(pack([odd], IMITATE, 512), IMITATE)
+    await backend.close()
+
+
+async def test_logits_of_one_chunk_at_a_time_give_the_same_step() -> None:
+    whole, chunked = make_local(), make_local(backend={"logits_chunk": 3})
+    samples = random_samples(6, 90)
+    for backend in (whole, chunked):
+        await step(backend, samples)
+    one, two = [await backend.compute_logprobs(pack(samples, IMITATE, 512)) for backend in (whole, chunked)]
+    for a, b in zip(one, two, strict=True):
+        assert a == pytest.approx(b, abs=1e-4)
+    await whole.close()
+    await chunked.close()
+
+
+async def test_optim_step_without_gradient_is_an_error() -> None:
+    backend = make_local()
+    with pytest.raises(BackendError, match="no accumulated gradient"):
+        await backend.optim_step(1e-3, 1.0)
+    await backend.close()
