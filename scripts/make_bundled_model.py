@@ -25,22 +25,21 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-VOCABULARY, HIDDEN, LAYERS, HEADS, INNER = 384, 128, 4, 4, 384
+VOCABULARY, HIDDEN, LAYERS, HEADS, INNER = 512, 128, 4, 4, 384
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE, digits one by one, ChatML."""
+    """Byte-level BPE with a token for every small number, ChatML."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
     )
-    corpus = [str(m["content"]) for t in countdown_demonstrations(2000) for m in t.messages]
-    tokenizer.train_from_iterator([*corpus, "system user assistant tool " * 50], trainer)
+    corpus = [str(m["content"]) for t in countdown_demonstrations(5000, careful=1.0) for m in t.messages]
+    numbers = [f"{number} {number}" for number in range(100)] * 50
+    tokenizer.train_from_iterator([*corpus, *numbers, "system user assistant tool " * 50], trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",
@@ -72,8 +71,8 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalL
 def main() -> None:
     """Build, train, export in bfloat16."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=3000)
-    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--batch", type=int, default=96)
     parser.add_argument("--careful", type=float, default=0.3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--work", type=Path, default=Path("runs"))
@@ -89,19 +88,19 @@ def main() -> None:
             "model": {"name": str(start)},
             "data": {
                 "tasks": "countdown_demonstrations",
-                "args": {"count": args.steps * args.batch, "careful": args.careful, "max_number": 10, "max_target": 50},
+                "args": {"count": args.steps * args.batch, "careful": args.careful},
             },
             "algorithm": {"objective": "sft"},
             "workflow": {"judger": "countdown"},
-            "rollout": {"max_tokens": 48},
+            "rollout": {"max_tokens": 100},
             "optimizer": {"lr": 2e-3, "schedule": "cosine", "warmup_steps": 50, "weight_decay": 0.01},
-            "trainer": {"steps": args.steps, "batch_size": args.batch, "save_every": 500},
+            "trainer": {"steps": args.steps, "batch_size": args.batch, "save_every": 250},
             "eval": {
-                "every": 500,
+                "every": 250,
                 "sets": {
                     "countdown": {
                         "tasks": "countdown",
-                        "args": {"split": "test", "count": 200, "max_number": 10, "max_target": 50},
+                        "args": {"split": "test", "count": 200},
                         "temperature": 1.0,
                     }
                 },

@@ -20,7 +20,7 @@ from headrace.errors import EngineError
 
 ROOT = Path(__file__).parent.parent
 # no deadline: a core that others use too is slow at times, and that is no failure
-examples = settings(deadline=None, max_examples=60)
+examples = settings(deadline=None, max_examples=40)
 
 
 @cache

@@ -5,15 +5,16 @@ from __future__ import annotations
 import copy
 import json
 import math
+import tempfile
 from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import examples, step, trajectory
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fakes import examples, step, trajectory
 from headrace.data.codec import JsonData
 from headrace.data.episode import Episode, FinishReason, ModelOutput, Step, Trajectory, TrajectoryGroup
 from headrace.data.sample import Sample
@@ -80,6 +81,7 @@ def steps(draw: st.DrawFn) -> Step:
         reward=draw(rewards),
         advantage=draw(st.none() | lists_of(numbers, size)),
         temperature=draw(numbers),
+        teacher_messages=draw(st.none() | messages),
     )
 
 
@@ -149,7 +151,7 @@ def test_an_unknown_field_is_an_error_that_names_it() -> None:
 
 
 def test_a_missing_field_is_an_error_that_names_it() -> None:
-    with pytest.raises(DataError, match="Step: .*'response_ids'"):
+    with pytest.raises(DataError, match=r"Step: .*'response_ids'"):
         Step.from_dict({"prompt_ids": [1]})
 
 
@@ -176,11 +178,12 @@ def test_no_field_can_be_changed(thing: Any) -> None:
 def test_a_step_keeps_its_own_messages() -> None:
     conversation: list[dict[str, Any]] = [{"role": "user", "content": [{"type": "text", "text": "2 + 2?"}, IMAGE]}]
     before = copy.deepcopy(conversation)
-    kept = Step.from_model_output(OUTPUT, conversation)
+    kept = Step((1,), (2,), messages=tuple(conversation), teacher_messages=tuple(conversation))
+    asked = Step.from_model_output(OUTPUT, conversation)
     conversation[0]["content"][0]["text"] = "3 + 3?"
     conversation[0]["role"] = "system"
     conversation.append(OUTPUT.message)
-    assert list(kept.messages) == before
+    assert list(asked.messages) == list(kept.messages) == list(kept.teacher_messages or ()) == before
 
 
 def test_a_task_keeps_its_own_messages() -> None:
@@ -257,9 +260,104 @@ def test_an_advantage_list_is_kept() -> None:
 # ---- rewards ---------------------------------------------------------------------------------------------------------
 
 
+def rewarded(reward: float | None, *step_rewards: float | None) -> Trajectory:
+    return Trajectory(tuple(step([1], [2], reward=r) for r in step_rewards), reward=reward)
+
+
 def group(*members: Trajectory) -> TrajectoryGroup:
     return TrajectoryGroup("task 7", "solver", members)
 
 
-def test_rewards_are_those_of_the_trajectories() -> None:
-    assert group(trajectory(1.0, reward=0.25) if False else trajectory(1.0), trajectory(0.0)).rewards() == (1.0, 0.0)
+def test_group_rewards_are_those_of_the_trajectories() -> None:
+    assert group(rewarded(1.0, 0.25), rewarded(0.0), rewarded(0.5, None)).rewards() == (1.0, 0.0, 0.5)
+
+
+def test_missing_group_rewards_are_those_of_the_last_steps() -> None:
+    assert group(rewarded(None, 9.0, 0.25), rewarded(None, None, 0.0)).rewards() == (0.25, 0.0)
+
+
+def test_a_mixture_of_set_and_missing_rewards_names_the_group() -> None:
+    with pytest.raises(DataError, match='group of task "task 7", role "solver": 1 of 3 trajectories have no reward'):
+        group(rewarded(1.0, 1.0), rewarded(None, 1.0), rewarded(0.0)).rewards()
+
+
+@pytest.mark.parametrize("lacking", [rewarded(None, 1.0, None), rewarded(None)])
+def test_a_group_without_any_reward_is_an_error_that_names_it(lacking: Trajectory) -> None:
+    with pytest.raises(DataError, match='group of task "task 7", role "solver": neither'):
+        group(rewarded(None, 1.0), lacking).rewards()
+
+
+def test_the_reward_of_an_episode_is_the_mean_of_its_trajectories() -> None:
+    assert Episode("t", (rewarded(1.0), rewarded(0.0), rewarded(None))).reward == 0.5
+    assert Episode("t").reward == 0.0
+
+
+def test_an_episode_whose_reward_stands_on_its_last_step_has_that_reward() -> None:
+    assert Episode("t", (rewarded(None, 0.0, 1.0),)).reward == 1.0
+
+
+def test_an_episode_counts_sampled_tokens_only() -> None:
+    one = Trajectory((step([1, 2, 3], [4, 5]), step([1, 2, 3, 4, 5, 6], [7])))
+    assert Episode("t", (one, trajectory())).response_tokens == 6
+
+
+# ---- Task ------------------------------------------------------------------------------------------------------------
+
+
+def test_an_instruction_becomes_one_user_message() -> None:
+    assert Task("t", instruction="Do it.").messages == ({"role": "user", "content": "Do it."},)
+
+
+def test_a_task_needs_messages_or_an_instruction() -> None:
+    with pytest.raises(DataError, match='task "t" has neither messages nor an instruction'):
+        Task("t")
+
+
+@examples
+@given(st.lists(tasks, min_size=1, max_size=4, unique_by=lambda task: task.id))
+def test_a_file_of_tasks_gives_the_tasks_back(written: list[Task]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "tasks.jsonl"
+        path.write_text("\n".join(task.to_json() for task in written) + "\n\n", encoding="utf-8", newline="")
+        assert load_tasks(str(path)) == written
+
+
+def test_a_line_separator_inside_a_text_does_not_end_the_line(tmp_path: Path) -> None:
+    task = Task("t", instruction="one\u2028two\x85three")
+    path = tmp_path / "tasks.jsonl"
+    path.write_text(task.to_json(), encoding="utf-8")
+    assert load_tasks(str(path)) == [task]
+
+
+def test_a_task_without_an_id_is_named_by_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.jsonl"
+    path.write_text('{"instruction": "a"}\r\n\r\n{"instruction": "b"}\r\n')
+    assert [task.id for task in load_tasks(str(path))] == ["1", "3"]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"instruction": "a"}\n{"instruction"', "line 2: not valid JSON"),
+        ('{"instruction": "a"}\n[1]', r"line 2: expected an object with messages or an instruction, got \[1\]"),
+        ('{"id": "x"}', 'line 1: task "x" has neither messages nor an instruction'),
+        ('{"instructon": "a"}', "line 1: Task has no field instructon"),
+        ('{"id": "x", "instruction": "a"}\n{"id": "x", "instruction": "b"}', 'two tasks with the id "x"'),
+        ("\n", "has no tasks"),
+    ],
+)
+def test_a_bad_file_of_tasks_is_an_error_that_names_the_place(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "tasks.jsonl"
+    path.write_text(text)
+    with pytest.raises(DataError, match=says) as raised:
+        load_tasks(str(path))
+    assert str(path) in str(raised.value)
+
+
+def test_a_missing_file_of_tasks_is_an_error() -> None:
+    with pytest.raises(DataError, match=r"there is no task file nowhere\.jsonl"):
+        load_tasks("nowhere.jsonl")
+
+
+def test_tasks_may_be_given_as_dicts() -> None:
+    assert load_tasks([{"id": "a", "instruction": "x"}]) == [Task("a", instruction="x")]

@@ -59,7 +59,9 @@ def tiny_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, *
     """A seeded transformers model with two layers, in evaluation mode; `changes` go over its configuration."""
     model_type, options = FAMILIES[family]
     config = AutoConfig.for_model(model_type, **{**_IDS, **options, **changes})
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     randomise(model, seed)
     return model
 

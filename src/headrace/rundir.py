@@ -37,9 +37,17 @@ def mark_finished(run_dir: Path, summary: dict[str, float]) -> None:
     (run_dir / _FINISHED).write_text(json.dumps(summary, indent=2) + "\n")
 
 
+class _RunLog(logging.FileHandler):
+    """Leaves the logger when it is closed: a closed handler that stayed would open its file again for the next run."""
+
+    def close(self) -> None:
+        logging.getLogger("headrace").removeHandler(self)
+        super().close()
+
+
 def log_to_file(run_dir: Path) -> logging.Handler:
-    """Send Headrace's log to log.txt; returns the handler, to be removed at the end."""
-    handler = logging.FileHandler(run_dir / "log.txt")
+    """Send Headrace's log to log.txt; returns the handler, to be closed at the end."""
+    handler = _RunLog(run_dir / "log.txt")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logger = logging.getLogger("headrace")
     logger.addHandler(handler)

@@ -11,6 +11,7 @@ from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+from headrace.combinations import check_combinations
 from headrace.config import RunConfig
 from headrace.errors import ConfigError
 from headrace.registry import nearest
@@ -28,9 +29,13 @@ def build_config(values: dict[str, Any], overrides: Sequence[str] = (), where: s
     for key, text in parse_overrides(overrides):
         _lay_over(values, key, _parse_value(text))
     try:
-        return RunConfig.model_validate(values)
+        config = RunConfig.model_validate(values)
+        check_combinations(config)
     except ValidationError as error:
         raise ConfigError(f"{where}: {'; '.join(_explain(error))}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    return config
 
 
 def parse_overrides(words: Sequence[str]) -> Iterator[tuple[str, str]]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.advantage.assign import assign_advantages
+from headrace.advantage.filters import is_uniform
 from headrace.assembly import Tasks, assemble, resolve_objective
 from headrace.checkpoint import TrainerState, list_checkpoints, load_checkpoint, save_checkpoint
 from headrace.config import RunConfig
@@ -24,7 +24,7 @@ from headrace.data.task import Task
 from headrace.engine.base import SamplingParams
 from headrace.errors import DataError
 from headrace.metrics import MetricsAggregator, Reducer
-from headrace.pipeline.batcher import grad_scale, pack, to_samples
+from headrace.objectives import Prepared
 from headrace.pipeline.buffer import FinishedGroup, TrajectoryGroupBuffer
 from headrace.pipeline.coordinator import SyncCoordinator
 from headrace.pipeline.schedule import learning_rate
@@ -57,11 +57,13 @@ class UnifiedTrainer:
         judger: Any = None,
         eval_tasks: dict[str, Tasks] | None = None,
     ) -> None:
+        self._as_given = config
         self.config = resolve_objective(config)
         self._given = (workflow, tasks, judger, eval_tasks)
         self._stop_requested = False
         self._step = 0
         self._next_group_id = 0
+        self._skipped_in_a_row = 0
         self._first_evaluation: dict[str, float] = {}
         self._last_evaluation: dict[str, float] = {}
         self._last_metrics: dict[str, float] = {}
@@ -77,7 +79,7 @@ class UnifiedTrainer:
     async def fit_async(self) -> RunResult:
         """`fit` for a running event loop."""
         config = self.config
-        self._run_dir = prepare_run_dir(config)
+        self._run_dir = prepare_run_dir(self._as_given)
         handler = log_to_file(self._run_dir)
         self._trackers = TrackerSet.from_names(config.track.trackers)
         self._parts = await asyncio.to_thread(assemble, config, *self._given)
@@ -99,7 +101,7 @@ class UnifiedTrainer:
         config, parts = self.config, self._parts
         await self._resume()
         self._coordinator = SyncCoordinator(config.trainer.max_staleness, self._step)
-        self._buffer = TrajectoryGroupBuffer(config.filters)
+        self._buffer = TrajectoryGroupBuffer(config, parts.grouping)
         self._batch_sizes: asyncio.Queue[int] = asyncio.Queue()
         self._published = asyncio.Event()
         await parts.engine.load_weights(self._step)
@@ -130,7 +132,7 @@ class UnifiedTrainer:
         sampling = SamplingParams(
             section.temperature, section.top_p, section.top_k, section.max_tokens, tuple(section.stop)
         )
-        for replaced in range(_MOST_REPLACEMENTS):
+        for replaced in range(self.config.filters.most_replacements):
             group_id, self._next_group_id = self._next_group_id, self._next_group_id + 1
             self._coordinator.dispatched(section.group_size)
             episodes = await self._parts.manager.roll_out_group(
@@ -141,8 +143,8 @@ class UnifiedTrainer:
                 self._coordinator.settled(failed=finished.failed)
                 return
             self._coordinator.settled(failed=finished.failed, filtered=len(episodes) - finished.failed)
-            if replaced == _MOST_REPLACEMENTS - 1:
-                raise _nothing_to_train(finished)
+            if replaced == self.config.filters.most_replacements - 1:
+                raise _nothing_to_train(finished, replaced + 1)
             task = self._parts.sampler.next_task()
 
     async def _learn(self) -> None:
@@ -150,9 +152,13 @@ class UnifiedTrainer:
         config = self.config
         while self._step < config.trainer.steps and not self._stop_requested:
             started = time.perf_counter()
-            groups = await self._buffer.take(await self._batch_sizes.get())
+            finished = await self._collect()
             generated = time.perf_counter()
-            metrics = await self._train_on(groups)
+            prepared = await self._parts.objective.prepare([g for item in finished for g in item.groups], self._step)
+            if not prepared.parts:
+                self._skip(finished, prepared)
+                continue
+            metrics = await self._update(finished, prepared)
             self._step += 1
             publication = await self._parts.backend.publish(self._coordinator.version + 1)
             trained = time.perf_counter()
@@ -162,17 +168,46 @@ class UnifiedTrainer:
             self._coordinator.published(publication.version)
             self._published.set()
 
-    async def _train_on(self, finished: list[FinishedGroup]) -> MetricsAggregator:
-        """One optimizer step on whole groups."""
+    async def _collect(self) -> list[FinishedGroup]:
+        """The groups of one step: a batch, or as many as it takes until enough tasks are partly solved."""
+        wanted = self.config.filters.min_partial_tasks
+        finished = await self._buffer.take(await self._batch_sizes.get())
+        for added in range(self.config.filters.most_replacements):
+            partial = sum(any(not is_uniform(g) for g in item.groups if g.has_rewards) for item in finished)
+            if partial >= wanted:
+                return finished
+            self._trackers.message(f"{partial} of {wanted} partly solved tasks; adding batch {added + 2}")
+            self._coordinator.skipped()
+            self._published.set()
+            finished += await self._buffer.take(await self._batch_sizes.get())
+        raise DataError(
+            f"filters.min_partial_tasks wants {wanted} partly solved tasks, and {len(finished)} tasks in "
+            f"{self.config.filters.most_replacements} batches did not hold them; use tasks of middling difficulty"
+        )
+
+    async def _update(self, finished: list[FinishedGroup], prepared: Prepared) -> MetricsAggregator:
+        """One optimizer step."""
         config, backend = self.config, self._parts.backend
-        groups = assign_advantages([group for item in finished for group in item.groups], config.algorithm)
-        batch = pack(to_samples(groups), config.algorithm, config.backend.micro_batch_tokens)
-        metrics = batch_metrics(finished, batch, self._coordinator.version)
-        metrics.merge(await backend.forward_backward(batch, config.algorithm))
+        metrics = batch_metrics(finished, prepared.parts[0][0], self._coordinator.version)
+        metrics.merge(prepared.metrics)
+        for batch, algorithm in prepared.parts:
+            metrics.merge(await backend.forward_backward(batch, algorithm))
         rate = learning_rate(self._step + 1, config.trainer.steps, config.optimizer)
-        metrics.merge(await backend.optim_step(rate, grad_scale([batch], config.algorithm)))
+        metrics.merge(await backend.optim_step(rate, prepared.grad_scale))
         self._coordinator.settled(trained=sum(len(item.episodes) - item.failed for item in finished))
+        self._skipped_in_a_row = 0
         return metrics
+
+    def _skip(self, finished: list[FinishedGroup], prepared: Prepared) -> None:
+        """Nothing in the batch can be trained: no update, and another batch in its place."""
+        self._coordinator.settled(filtered=sum(len(item.episodes) - item.failed for item in finished))
+        self._coordinator.skipped()
+        self._published.set()
+        why = {key: value for key, value in prepared.metrics.reduce().items() if value}
+        self._trackers.message(f"no update: the batch holds nothing to train {why}")
+        self._skipped_in_a_row += 1
+        if self._skipped_in_a_row >= self.config.filters.most_replacements:
+            raise DataError(f"{self._skipped_in_a_row} batches in a row held nothing to train: {why}")
 
     async def _end_of_step(self, metrics: MetricsAggregator, started: float) -> None:
         """Evaluation, checkpoint, tracking."""
@@ -242,9 +277,6 @@ class UnifiedTrainer:
             loop.remove_signal_handler(signal.SIGINT)
 
 
-_MOST_REPLACEMENTS = 100
-
-
 def _rates(values: dict[str, float]) -> dict[str, float]:
     return {
         "tokens/generated_per_s": values["tokens/generated"] / max(values["time/generate_s"], 1e-9),
@@ -260,9 +292,9 @@ def _first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
     return error
 
 
-def _nothing_to_train(finished: FinishedGroup) -> DataError:
+def _nothing_to_train(finished: FinishedGroup, dropped: int) -> DataError:
     errors = [episode.error for episode in finished.episodes if episode.error]
     return DataError(
-        f"{_MOST_REPLACEMENTS} groups in a row were dropped, the last because of: {finished.dropped_because}; "
+        f"{dropped} groups in a row were dropped, the last because of: {finished.dropped_because}; "
         + (f"its last error: {errors[-1]}" if errors else "use tasks that the model sometimes solves, or no filter")
     )

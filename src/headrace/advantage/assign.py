@@ -2,30 +2,80 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 
+from headrace.advantage.estimators import GroupRewards, is_group_relative
+from headrace.advantage.precomputed import use_precomputed, warn_of_overwriting
 from headrace.config import AlgorithmSection
 from headrace.data.episode import Trajectory, TrajectoryGroup
+from headrace.errors import DataError
 from headrace.registry import resolve
 
 
 def assign_advantages(groups: Sequence[TrajectoryGroup], algorithm: AlgorithmSection) -> list[TrajectoryGroup]:
-    """The groups of a whole training batch with an advantage on every response token."""
-    estimator = resolve("estimator", algorithm.estimator)
-    advantages = estimator([group.rewards() for group in groups], algorithm)
-    return [
-        replace(
-            group,
-            trajectories=tuple(
-                _with_advantage(trajectory, scalar)
-                for trajectory, scalar in zip(group.trajectories, scalars, strict=True)
-            ),
+    """The groups of a whole training batch with an advantage on every response token, without roles not trained.
+
+    Each estimator sees all groups of the batch whose role it has. Groups that bring advantages of their own keep
+    them when `use_precomputed_advantage` is on, and then need no reward.
+    """
+    groups = trained_roles(groups, algorithm)
+    done: dict[int, TrajectoryGroup] = {}
+    if algorithm.use_precomputed_advantage:
+        done = use_precomputed(groups)
+    else:
+        warn_of_overwriting(groups)
+    places_of: dict[str, list[int]] = {}
+    for place, group in enumerate(groups):
+        if place not in done:
+            places_of.setdefault(algorithm.for_role(group.name).estimator, []).append(place)
+    for estimator, places in places_of.items():
+        done |= zip(places, _estimate(estimator, [groups[place] for place in places], algorithm), strict=True)
+    return [done[place] for place in range(len(groups))]
+
+
+def trained_roles(groups: Sequence[TrajectoryGroup], algorithm: AlgorithmSection) -> list[TrajectoryGroup]:
+    """The groups whose role is trained."""
+    return [group for group in groups if group.name not in algorithm.roles or algorithm.roles[group.name].train]
+
+
+def _estimate(name: str, groups: list[TrajectoryGroup], algorithm: AlgorithmSection) -> list[TrajectoryGroup]:
+    estimator = resolve("estimator", name)
+    if is_group_relative(estimator) and any(len(group.trajectories) == 1 for group in groups):
+        _warn_of_singletons(name)
+    advantages = estimator([_rewards_of(group) for group in groups], algorithm)
+    found, wanted = [len(scalars) for scalars in advantages], [len(group.trajectories) for group in groups]
+    if found != wanted:
+        raise DataError(
+            f'estimator "{name}" must return one list per group with one number per trajectory: '
+            f"lists of lengths {wanted}, got {found}"
         )
-        for group, scalars in zip(groups, advantages, strict=True)
-    ]
+    return [_with_advantages(group, scalars) for group, scalars in zip(groups, advantages, strict=True)]
+
+
+def _rewards_of(group: TrajectoryGroup) -> GroupRewards:
+    lengths = tuple(sum(len(step.response_ids) for step in t.steps) for t in group.trajectories)
+    return GroupRewards(group.rewards(), lengths)
+
+
+def _with_advantages(group: TrajectoryGroup, scalars: Sequence[float]) -> TrajectoryGroup:
+    pairs = zip(group.trajectories, scalars, strict=True)
+    return replace(
+        group, trajectories=tuple(_with_advantage(trajectory, float(scalar)) for trajectory, scalar in pairs)
+    )
 
 
 def _with_advantage(trajectory: Trajectory, scalar: float) -> Trajectory:
     steps = tuple(replace(step, advantage=(scalar,) * len(step.response_ids)) for step in trajectory.steps)
     return replace(trajectory, steps=steps)
+
+
+@cache  # once per process and estimator
+def _warn_of_singletons(name: str) -> None:
+    warnings.warn(
+        f'a group of one trajectory has advantage 0 under estimator "{name}", which compares within groups; '
+        f'raise rollout.group_size, drop such groups with filters.min_trajectories = 2, or use estimator "reinforce"',
+        stacklevel=4,
+    )

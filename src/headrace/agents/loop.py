@@ -49,12 +49,14 @@ class AgentLoopManager:
         judger: Judger | None,
         max_concurrent: int = 256,
         timeout_s: float = 600.0,
+        rewards_needed: bool = True,
     ) -> None:
         self._run = run
         self._engine = engine
         self._chat = chat
         self._judger = judger
         self._timeout_s = timeout_s
+        self._rewards_needed = rewards_needed
         self._places = asyncio.Semaphore(max_concurrent)
 
     async def roll_out_group(
@@ -95,6 +97,8 @@ class AgentLoopManager:
     async def _judge(self, task: Task, episode: Episode) -> Episode:
         if episode.failed or all(t.final_reward is not None for t in episode.trajectories):
             return episode
+        if self._judger is None and (not self._rewards_needed or _brings_advantages(episode)):
+            return episode
         if self._judger is None:
             raise WorkflowError(
                 "the workflow returned no reward and the run has no judger; return a number or set workflow.judger"
@@ -108,6 +112,12 @@ class AgentLoopManager:
         return replace(
             episode, trajectories=trajectories, is_correct=correct, metrics={**episode.metrics, **verdict.metrics}
         )
+
+
+def _brings_advantages(episode: Episode) -> bool:
+    """Whether a workflow or its teacher says all that training needs to know."""
+    steps = [step for trajectory in episode.trajectories for step in trajectory.steps]
+    return all(step.advantage is not None or step.teacher_messages is not None for step in steps)
 
 
 def _to_episode(outcome: Outcome, model: Model, spec: RolloutSpec) -> Episode:

@@ -6,14 +6,16 @@ asked), or None (then the judger decides).
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from headrace.agents.completer import Model
-from headrace.data.episode import Episode, Trajectory
-from headrace.data.task import Task
-from headrace.errors import ConfigError
+from headrace.data.episode import Episode, Step, Trajectory
+from headrace.data.task import Message, Task
+from headrace.errors import ConfigError, DataError
 
 Outcome = Episode | Trajectory | list[Trajectory] | float | int | bool | None
 RunFunction = Callable[[Task, Model], Awaitable[Outcome]]
@@ -35,6 +37,58 @@ async def single_turn(task: Task, model: Model) -> None:
 async def demonstration(task: Task, model: Model) -> Trajectory:
     """Learn from the task's own assistant turns; nothing is sampled."""
     return Trajectory(steps=tuple(model.demonstrate(task.messages)), reward=1.0)
+
+
+async def preference(task: Task, model: Model) -> list[Trajectory]:
+    """A given pair: metadata "chosen" and "rejected" are replies (text) to the task's messages; nothing is sampled."""
+    missing = [key for key in ("chosen", "rejected") if not isinstance(task.metadata.get(key), str)]
+    if missing:
+        raise DataError(f'task "{task.id}": metadata needs the texts "chosen" and "rejected"; missing: {missing}')
+
+    def answered(text: str) -> tuple[Step, ...]:
+        return tuple(model.demonstrate([*task.messages, {"role": "assistant", "content": text}])[-1:])
+
+    return [
+        Trajectory(answered(task.metadata["chosen"]), reward=1.0),
+        Trajectory(answered(task.metadata["rejected"]), reward=0.0),
+    ]
+
+
+def self_distill(teacher_messages: Callable[[Task, Step], Sequence[Message]]) -> Callable[[RunFunction], RunFunction]:
+    """Decorate a workflow's `run` so that a teacher, reading a privileged prompt, tells its tokens' advantages.
+
+    `teacher_messages(task, step)` gives the conversation that the teacher sees in place of the step's own, such as
+    the same question with the answer beside it. The teacher (`[distill]`) is one for the whole run. In evaluation
+    nothing is scored.
+
+        @self_distill(lambda task, step: [{"role": "user", "content": f"{task.instruction} Hint: {task.answer}"}])
+        async def solve(task, model): ...
+    """
+
+    def decorate(run: RunFunction) -> RunFunction:
+        @functools.wraps(run)
+        async def distilled(*args: Any) -> Outcome:
+            outcome = await run(*args)
+            task, model = args[-2:]  # a method has self before them
+            return _with_teacher_prompts(outcome, task, model, teacher_messages)
+
+        return distilled
+
+    return decorate
+
+
+def _with_teacher_prompts(outcome: Outcome, task: Task, model: Model, prompt: Any) -> Outcome:
+    def prompted(trajectory: Trajectory) -> Trajectory:
+        steps = tuple(replace(step, teacher_messages=tuple(prompt(task, step))) for step in trajectory.steps)
+        return replace(trajectory, steps=steps)
+
+    if isinstance(outcome, Episode):
+        return replace(outcome, trajectories=tuple(prompted(t) for t in outcome.trajectories))
+    if isinstance(outcome, Trajectory):
+        return prompted(outcome)
+    if isinstance(outcome, list):
+        return [prompted(trajectory) for trajectory in outcome]
+    return [prompted(t) for t in model.trajectories(None if outcome is None else float(outcome))]
 
 
 def as_run_function(workflow: Any, args: dict[str, Any]) -> RunFunction:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
-from headrace.config import AlgorithmSection
+from headrace.config import AlgorithmSection, RunConfig
+from headrace.data.episode import Step
 from headrace.data.sample import TrainBatch
 from headrace.engine.base import RolloutEngine
 from headrace.metrics import MetricsAggregator
+
+Asked = Literal["policy", "reference"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +29,7 @@ class Backend(Protocol):
 
     tokenizer: Any
 
-    def check(self, algorithm: AlgorithmSection) -> None:
+    def check(self, config: RunConfig) -> None:
         """Raise ConfigError, with the remedy, for an option that this backend cannot honour."""
         ...
 
@@ -42,8 +45,19 @@ class Backend(Protocol):
         """Multiply the accumulated gradient with `grad_scale`, clip it, apply it, and forget it."""
         ...
 
-    async def compute_logprobs(self, batch: TrainBatch) -> list[list[float]]:
-        """Per sample, the log-probability of every target at the sample's temperature, under the current weights."""
+    async def compute_logprobs(self, batch: TrainBatch, of: Asked = "policy") -> list[list[float]]:
+        """Per sample, the log-probability of every target at the sample's temperature.
+
+        Under the current weights, or under the reference: the policy as the run began.
+        """
+        ...
+
+    async def compute_values(self, batch: TrainBatch) -> list[list[float]]:
+        """Per sample, the value head's estimate before every target."""
+        ...
+
+    async def teacher_logprobs(self, steps: Sequence[Step]) -> list[list[float]]:
+        """Per step, the teacher's log-probability of every response token."""
         ...
 
     async def publish(self, version: int) -> Publication:

@@ -4,61 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
-from itertools import permutations, product
 
 from headrace.data.seeds import derive_seed
 from headrace.data.task import Task
 from headrace.errors import ConfigError
 
 _TEST_SHARE = 10  # one problem in so many is held out
-_SYMBOLS = ("+", "-", "*")
+_TOO_LARGE = 100  # a written search does not spell out what is beyond every target
 INSTRUCTION = "Make {target} from {numbers}. Use each number once."
-
-
-@dataclass(frozen=True, slots=True)
-class Chain:
-    """An expression built up number by number: ((a ∘ b) ∘ c) ∘ …"""
-
-    values: tuple[int, ...]
-    symbols: tuple[str, ...]
-
-    def steps(self) -> Iterator[tuple[int, str, int, int]]:
-        """(left, symbol, right, result) of each operation in turn."""
-        total = self.values[0]
-        for symbol, value in zip(self.symbols, self.values[1:], strict=True):
-            result = total + value if symbol == "+" else total - value if symbol == "-" else total * value
-            yield total, symbol, value, result
-            total = result
-
-    @property
-    def result(self) -> int:
-        """Value of the whole expression."""
-        return [self.values[0], *(result for *_, result in self.steps())][-1]
-
-    def __str__(self) -> str:
-        text, last = str(self.values[0]), "*"
-        for symbol, value in zip(self.symbols, self.values[1:], strict=True):
-            text = f"({text}) * {value}" if symbol == "*" and last != "*" else f"{text} {symbol} {value}"
-            last = symbol
-        return text
-
-
-@cache
-def solutions(numbers: tuple[int, ...]) -> dict[int, Chain]:
-    """For every target that the numbers reach, the first chain (in a fixed order) that reaches it."""
-    found: dict[int, Chain] = {}
-    for symbols in product(_SYMBOLS, repeat=len(numbers) - 1):
-        for values in sorted(set(permutations(numbers)), reverse=True):
-            chain = Chain(values, symbols)
-            found.setdefault(chain.result, chain)
-    return found
-
-
-def is_held_out(numbers: Sequence[int], target: int) -> bool:
-    """Whether a problem belongs to the test split; depends on the problem alone."""
-    return derive_seed("countdown", *sorted(numbers), target) % _TEST_SHARE == 0
 
 
 def countdown_tasks(
@@ -74,15 +28,17 @@ def countdown_tasks(
     if split not in ("train", "test"):
         raise ConfigError(f'countdown: split must be "train" or "test", got "{split}"')
     rng = random.Random(derive_seed("countdown", split, seed))
-    tasks: dict[str, Task] = {}
+    tasks: dict[tuple[tuple[int, ...], int], Task] = {}
     for _ in range(1000 * count):
-        values, target = _draw_problem(rng, numbers, max_number, max_target)
-        if is_held_out(values, target) == (split == "test"):
-            task = _task(values, target, instruction)
-            tasks.setdefault(task.id, task)
         if len(tasks) == count:
-            return list(tasks.values())
-    raise ConfigError(f"countdown: found only {len(tasks)} of {count} distinct {split} problems; widen max_number")
+            break
+        values, target = _draw_problem(rng, numbers, max_number, max_target)
+        problem = (tuple(sorted(values)), target)
+        if problem not in tasks and is_held_out(values, target) == (split == "test"):
+            tasks[problem] = _task(values, target, instruction)
+    if len(tasks) < count:
+        raise ConfigError(f"countdown: found only {len(tasks)} of {count} distinct {split} problems; raise max_number")
+    return list(tasks.values())
 
 
 def countdown_demonstrations(
@@ -90,8 +46,8 @@ def countdown_demonstrations(
 ) -> list[Task]:
     """Training problems (none held out) of three numbers, each with a written attempt.
 
-    A share `careful` of the attempts works to the target step by step; the others guess, and are rarely right. A
-    model that imitates both can do the task, and mostly does not.
+    A share `careful` of the attempts searches step by step until it arrives; the others guess, and are rarely right.
+    A model that imitates both can do the task, and mostly does not.
     """
     rng = random.Random(derive_seed("countdown_demonstrations", seed))
     found: list[Task] = []
@@ -99,14 +55,74 @@ def countdown_demonstrations(
         values, target = _draw_problem(rng, 3, max_number, max_target)
         if is_held_out(values, target):
             continue
-        if rng.random() < careful:
-            reply = _careful_attempt(solutions(values)[target])
-        else:
-            reply = f"I guess <answer>{_random_chain(values, rng)}</answer>"
+        reply = careful_attempt(values, target) if rng.random() < careful else _guess(values, rng)
         task = _task(values, target, INSTRUCTION)
         messages = (*task.messages, {"role": "assistant", "content": reply})
         found.append(Task(id=str(len(found)), messages=messages, source="countdown", metadata=task.metadata))
     return found
+
+
+def is_held_out(numbers: Sequence[int], target: int) -> bool:
+    """Whether a problem belongs to the test split; depends on the problem alone."""
+    return derive_seed("countdown", *sorted(numbers), target) % _TEST_SHARE == 0
+
+
+@cache
+def reachable(numbers: tuple[int, ...]) -> dict[int, str]:
+    """Every value that the numbers make with +, - and *, each used once, with one expression for it."""
+    if len(numbers) == 1:
+        return {numbers[0]: str(numbers[0])}
+    found: dict[int, str] = {}
+    for index, number in enumerate(numbers):
+        for value, inner in reachable(numbers[:index] + numbers[index + 1 :]).items():
+            for result, expression in _combine(value, inner, number):
+                found.setdefault(result, expression)
+    return found
+
+
+def _combine(value: int, inner: str, number: int) -> Iterator[tuple[int, str]]:
+    wrapped = f"({inner})" if "+" in inner or "-" in inner else inner
+    yield value + number, f"{inner}+{number}"
+    yield value * number, f"{wrapped}*{number}"
+    yield value - number, f"{inner}-{number}"
+    yield number - value, f"{number}-{wrapped}"
+
+
+def careful_attempt(values: Sequence[int], target: int) -> str:
+    """A search written out: combine two numbers, then the result with the third in every way, until one arrives.
+
+    For 8 5 7 and 47: "8+5=13 20 6 91 8-5=3 10 4 21 8*5=40 47 <answer>8*5+7</answer>".
+    """
+    said = []
+    for index in reversed(range(len(values))):
+        last = values[index]
+        first, second = (value for place, value in enumerate(values) if place != index)
+        for inner, value in _pair_results(first, second):
+            said.append(f"{inner}={value}")
+            for result, expression in _final_results(inner, value, last):
+                said.append(str(result) if result < _TOO_LARGE else "x")
+                if result == target:
+                    return " ".join([*said, f"<answer>{expression}</answer>"])
+    raise ConfigError(f"countdown: {target} cannot be made from {list(values)}")
+
+
+def _pair_results(first: int, second: int) -> Iterator[tuple[str, int]]:
+    high, low = max(first, second), min(first, second)
+    yield f"{first}+{second}", first + second
+    yield f"{high}-{low}", high - low
+    yield f"{first}*{second}", first * second
+
+
+def _final_results(inner: str, value: int, last: int) -> Iterator[tuple[int, str]]:
+    wrapped = inner if "*" in inner else f"({inner})"
+    yield value + last, f"{inner}+{last}"
+    yield abs(value - last), f"{inner}-{last}" if value >= last else f"{last}-{wrapped}"
+    yield value * last, f"{wrapped}*{last}"
+
+
+def _guess(values: Sequence[int], rng: random.Random) -> str:
+    first, second, third = rng.sample(list(values), 3)
+    return f"<answer>{first}{rng.choice('+-*')}{second}{rng.choice('+-*')}{third}</answer>"
 
 
 def _draw_problem(rng: random.Random, numbers: int, max_number: int, max_target: int) -> tuple[tuple[int, ...], int]:
@@ -116,19 +132,10 @@ def _draw_problem(rng: random.Random, numbers: int, max_number: int, max_target:
             f"got {numbers}, {max_number} and {max_target}"
         )
     while True:
-        values = tuple(sorted(rng.randint(1, max_number) for _ in range(numbers)))
-        targets = [target for target in solutions(values) if 1 <= target <= max_target]
+        values = tuple(rng.randint(1, max_number) for _ in range(numbers))
+        targets = [target for target in reachable(tuple(sorted(values))) if 1 <= target <= max_target]
         if targets:
             return values, rng.choice(targets)
-
-
-def _random_chain(values: Sequence[int], rng: random.Random) -> Chain:
-    return Chain(tuple(rng.sample(values, len(values))), tuple(rng.choices(_SYMBOLS, k=len(values) - 1)))
-
-
-def _careful_attempt(chain: Chain) -> str:
-    worked = ", ".join(f"{left} {symbol} {right} = {result}" for left, symbol, right, result in chain.steps())
-    return f"{worked} <answer>{chain}</answer>"
 
 
 def _task(values: Sequence[int], target: int, instruction: str) -> Task:

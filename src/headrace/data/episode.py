@@ -82,7 +82,8 @@ class ModelOutput(JsonData):
 class Step(JsonData):
     """One model call as training sees it: `messages` led to `text`.
 
-    `prompt_ids` may hold opaque blocks (an image) among the integers.
+    `prompt_ids` may hold opaque blocks (an image) among the integers. `teacher_messages` is the prompt that a
+    teacher reads instead, if the step is distilled.
     """
 
     prompt_ids: tuple[Any, ...]
@@ -95,6 +96,7 @@ class Step(JsonData):
     advantage: tuple[float, ...] | None = None
     temperature: float = 1.0
     finish_reason: str = FinishReason.STOP
+    teacher_messages: tuple[Message, ...] | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.advantage, int | float):
@@ -105,7 +107,10 @@ class Step(JsonData):
             value = getattr(self, name)
             if value is not None and not isinstance(value, tuple):
                 object.__setattr__(self, name, tuple(value))
-        object.__setattr__(self, "messages", tuple(copy.deepcopy(message) for message in self.messages))
+        for name in ("messages", "teacher_messages"):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, tuple(copy.deepcopy(message) for message in value))
         _require_lengths(
             "Step",
             "response_ids",
@@ -210,6 +215,11 @@ class TrajectoryGroup(JsonData):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "trajectories", tuple(self.trajectories))
+
+    @property
+    def has_rewards(self) -> bool:
+        """Whether `rewards` gives any; distilled groups need none."""
+        return any(t.reward is not None or (t.steps and t.steps[-1].reward is not None) for t in self.trajectories)
 
     def rewards(self) -> tuple[float, ...]:
         """One reward per trajectory: all set, or all missing, which means the last Step's reward."""

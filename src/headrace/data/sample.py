@@ -19,13 +19,18 @@ NO_VERSION = -1  # a token that no policy sampled: prompt, tool result, demonstr
 
 @dataclass(frozen=True, slots=True)
 class Sample(JsonData):
-    """One training row. Steps whose prompt extends the row before are merged into it."""
+    """One training row. Steps whose prompt extends the row before are merged into it.
+
+    `reference_logprobs` are there if the objective compares with a reference, `returns` if a value head is trained.
+    """
 
     tokens: tuple[Any, ...]
     loss_mask: tuple[int, ...]
     logprobs: tuple[float, ...]
     versions: tuple[int, ...]
     advantages: tuple[float, ...]
+    reference_logprobs: tuple[float, ...] | None = None
+    returns: tuple[float, ...] | None = None
     temperature: float = 1.0
     role: str = "agent"
     task_id: str = ""
@@ -34,11 +39,11 @@ class Sample(JsonData):
 
     def __post_init__(self) -> None:
         targets = len(self.tokens) - 1
-        for name in ("loss_mask", "logprobs", "versions", "advantages"):
-            if len(getattr(self, name)) != targets:
+        for name in ("loss_mask", "logprobs", "versions", "advantages", "reference_logprobs", "returns"):
+            values = getattr(self, name)
+            if values is not None and len(values) != targets:
                 raise DataError(
-                    f"Sample: {name} has length {len(getattr(self, name))}, but {len(self.tokens)} tokens have "
-                    f"{targets} targets"
+                    f"Sample: {name} has length {len(values)}, but {len(self.tokens)} tokens have {targets} targets"
                 )
 
     @property
@@ -51,14 +56,15 @@ class Sample(JsonData):
 class TrainBatch:
     """Samples of one `forward_backward`, each with the weight that its token losses carry, cut into micro-batches.
 
-    `micro_batches` holds indices into `samples`. The gradient of a step is its global normaliser times the sum over
-    all tokens of weight times loss. The normaliser goes to `optim_step`, when the step is complete: so the result
-    does not depend on how the step was cut into batches or micro-batches.
+    `micro_batches` holds indices into `samples`; `sequences` is what a mean over sequences divides by. The gradient
+    of a step is its global normaliser times the sum over all tokens of weight times loss. The
+    normaliser goes to `optim_step`, when the step is complete: so the result does not depend on how the step was cut.
     """
 
     samples: tuple[Sample, ...]
     weights: tuple[float, ...]
     micro_batches: tuple[tuple[int, ...], ...]
+    sequences: int
 
 
 class _Row:

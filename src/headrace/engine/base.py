@@ -30,6 +30,8 @@ class SamplingParams:
             raise ConfigError(f"top_k must be 0 (all) or above, got {self.top_k}")
         if self.max_tokens is not None and self.max_tokens < 1:
             raise ConfigError(f"max_tokens must be at least 1, got {self.max_tokens}")
+        if isinstance(self.stop, str) or (self.stop and not all(self.stop)):
+            raise ConfigError(f"stop must be a tuple of strings that are not empty, got {self.stop!r}")
 
     def filled(self, defaults: SamplingParams) -> SamplingParams:
         """A copy in which what is None here is taken from `defaults`."""

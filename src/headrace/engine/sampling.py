@@ -10,6 +10,7 @@ from torch import Tensor
 
 from headrace.engine.base import SamplingParams
 
+_NUCLEUS = 512  # candidates for top_p that are looked at first: sorting a whole vocabulary is slow
 _STRIDE = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -56,16 +57,17 @@ def sample_tokens(
 
 def _truncate(logprobs_V: Tensor, top_k: int, top_p: float) -> Tensor:
     """Keep the k likeliest tokens and of those the smallest set with mass top_p; renormalise."""
-    ordered, index = logprobs_V.sort(descending=True, stable=True)
-    keep = torch.ones_like(ordered, dtype=torch.bool)
-    if top_k:
-        keep[top_k:] = False
+    size = logprobs_V.shape[0]
+    count = min(top_k or _NUCLEUS, size)
+    ordered, index = logprobs_V.topk(count)
+    while not top_k and count < size and float(ordered.exp().sum()) <= top_p:  # a wide nucleus
+        count = min(count * 8, size)
+        ordered, index = logprobs_V.topk(count)
     if top_p < 1:
-        mass = torch.where(keep, ordered.exp(), 0.0)
-        mass = mass / mass.sum()
-        keep &= (mass.cumsum(0) - mass) < top_p  # the token that crosses top_p stays in
-    kept = torch.where(keep, ordered, float("-inf"))
-    return torch.empty_like(kept).scatter(0, index, kept - kept.logsumexp(0))
+        mass = ordered.exp() / (ordered.exp().sum() if top_k else 1.0)
+        count = int(((mass.cumsum(0) - mass) < top_p).sum())  # the token that crosses top_p stays in
+        ordered, index = ordered[:count], index[:count]
+    return torch.full_like(logprobs_V, float("-inf")).scatter(0, index, ordered - ordered.logsumexp(0))
 
 
 def _inverse_cdf(probs_BV: Tensor, uniforms_B: Tensor) -> Tensor:

@@ -18,12 +18,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from headrace.data.episode import FinishReason
 from headrace.engine.base import DEFAULT_SAMPLING, EngineHealth, Generation, SamplingParams
 from headrace.engine.sampling import sample_tokens
-from headrace.errors import EngineError
+from headrace.errors import ConfigError, EngineError
 from headrace.models.causal import CausalModel, PackedRows
 from headrace.models.logprobs import target_logprobs
 
@@ -73,7 +74,12 @@ class TorchEngine:
         self._max_batch = max_batch
         self._prefill_tokens = prefill_tokens
         self._defaults = defaults.filled(DEFAULT_SAMPLING)
-        self.max_model_length = min(max_model_length or model.max_length, model.max_length)
+        if max_model_length is not None and max_model_length > model.max_length:
+            raise ConfigError(
+                f"engine.max_model_length is {max_model_length}, but the model reads no more than {model.max_length} "
+                f"tokens; lower it, or leave it out to take the model's limit"
+            )
+        self.max_model_length = max_model_length or model.max_length
         self.version = 0
         self._cache = model.new_cache()
         self._running: list[_Request] = []
@@ -89,7 +95,7 @@ class TorchEngine:
         self._thread.start()
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, seed: int) -> Generation:
-        request = self._new_request(tuple(prompt_ids), params.filled(self._defaults), seed)
+        request = self._new_request(self._checked_ids(prompt_ids), params.filled(self._defaults), seed)
         with self._wake:
             self._check_usable()
             self._waiting.append(request)
@@ -97,7 +103,14 @@ class TorchEngine:
         return await asyncio.wrap_future(request.result)  # cancelling the caller cancels the request's future
 
     async def compute_logprobs(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
-        return await self._call(lambda: self._score(rows))
+        checked = [self._checked_ids(row) for row in rows]
+        longest = max(map(len, checked), default=0)
+        if longest > self.max_model_length:
+            raise EngineError(
+                f"a row has {longest} tokens, which is more than max_model_length {self.max_model_length}; "
+                f"shorten it or raise engine.max_model_length"
+            )
+        return await self._call(lambda: self._score(checked))
 
     async def pause(self) -> None:
         await self._call(lambda: setattr(self, "_paused", True))
@@ -129,7 +142,7 @@ class TorchEngine:
             waiting=len(self._waiting),
             generated_tokens=self._generated,
             busy_s=self._busy_s,
-            error=str(self._error) if self._error else None,
+            error=_describe(self._error) if self._error else None,
         )
 
     async def close(self) -> None:
@@ -157,11 +170,21 @@ class TorchEngine:
             prompt=prompt,
             params=params,
             stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids),
-            seed=seed,
+            seed=seed % 2**64,
             result=Future(),
             limit=min(room, params.max_tokens),
             limit_reason=FinishReason.MODEL_LENGTH if short else FinishReason.LENGTH,
         )
+
+    def _checked_ids(self, ids: Sequence[int]) -> tuple[int, ...]:
+        """The ids as plain integers; a bad one must fail its caller here, not everyone on the engine's thread."""
+        for token in ids:
+            if not isinstance(token, (int, np.integer)) or not 0 <= token < self._model.vocabulary:
+                raise EngineError(
+                    f"{token!r} is not a token id of this model, which has 0 to {self._model.vocabulary - 1}; "
+                    f"was the prompt made with another tokenizer?"
+                )
+        return tuple(int(token) for token in ids)
 
     async def _call(self, function: Callable[[], Any]) -> Any:
         """Run on the engine's thread, between two decoding steps."""
@@ -174,7 +197,7 @@ class TorchEngine:
 
     def _check_usable(self) -> None:
         if self._error is not None:
-            raise EngineError(f"the engine has stopped: {self._error}") from self._error
+            raise EngineError(f"the engine has stopped: {_describe(self._error)}") from self._error
         if self._closing:
             raise EngineError("the engine is closed")
 
@@ -191,7 +214,7 @@ class TorchEngine:
                 self._busy_s += time.perf_counter() - started
         except BaseException as error:  # whatever it is, every waiting caller must hear of it
             self._error = error
-        self._fail_everything(self._error or EngineError("the engine was closed while the request was under way"))
+        self._fail_everything()
 
     def _wait_for_work(self) -> bool:
         """Do queued calls; wait until there is something to decode. False when closing."""
@@ -307,14 +330,21 @@ class TorchEngine:
             scored.append(target_logprobs(self._model, hidden, targets, torch.ones(len(targets)), 1024)[0].tolist())
         return scored
 
-    def _fail_everything(self, error: BaseException) -> None:
+    def _fail_everything(self) -> None:
+        what = f"stopped: {_describe(self._error)}" if self._error else "closed while the request was under way"
         with self._wake:
             futures: list[Future[Any]] = [r.result for r in (*self._running, *self._waiting)]
             futures += [future for _, future in self._calls]
             self._running, self._waiting, self._calls = [], deque(), deque()
         for future in futures:
             with suppress(InvalidStateError):
-                future.set_exception(error)
+                failure = EngineError(f"the engine was {what}")  # its own for each: raising writes to it
+                failure.__cause__ = self._error
+                future.set_exception(failure)
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _generation(request: _Request, reason: str) -> Generation:

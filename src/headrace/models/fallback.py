@@ -3,32 +3,50 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from headrace.models.causal import PackedRows
+
+
+@dataclass(slots=True)
+class Slot:
+    """One sequence: the tokens it has read, and the model's cache of them; with None they are read again."""
+
+    ids: list[int] = field(default_factory=list)
+    cache: Any = None
 
 
 class CacheList:
     """Whatever cache object the model makes, one per slot."""
 
     def __init__(self) -> None:
-        self.slots: list[Any] = []
+        self.slots: list[Slot] = []
 
     def ensure(self, slots: int, length: int) -> None:
-        self.slots += [None] * (slots - len(self.slots))
+        self.slots += [Slot() for _ in range(slots - len(self.slots))]
 
     def copy(self, source: int, target: int, length: int) -> None:
-        kept = copy.deepcopy(self.slots[source])
-        if kept is not None and kept.get_seq_length() > length:
+        slot = self.slots[source]
+        cut = length < len(slot.ids)
+        kept = None if cut and not _can_be_cut(slot.cache) else copy.deepcopy(slot.cache)
+        if cut and kept is not None:
             kept.crop(length)
-        self.slots[target] = kept
+        self.slots[target] = Slot(slot.ids[:length], kept)
 
     def release(self) -> None:
         self.slots = []
+
+
+def _can_be_cut(cache: Any) -> bool:
+    # windows and recurrent states forget what a shorter sequence needs
+    return type(cache) is DynamicCache and all(type(layer) is DynamicLayer for layer in cache.layers)
 
 
 class TransformersModel:
@@ -39,11 +57,10 @@ class TransformersModel:
         self.vocabulary: int = config.vocab_size
         self.max_length: int = getattr(config, "max_position_embeddings", None) or 1 << 30
         self.row_block = 0  # sequences are decoded one by one, which makes them independent in any case
-        self._model = hf_model
-        self._decoder = (hf_model.get_base_model() if hasattr(hf_model, "peft_config") else hf_model).get_decoder()
-        self._head = hf_model.get_output_embeddings()
+        self._learner = _Parts(hf_model)
+        self._sampler = _Parts(_twin(hf_model))
         # some models scale or cap their logits after the head; those hand over whole logits instead of hidden states
-        self._split_head = self._head is not None and self._head_alone_gives_logits()
+        self._split_head = self._sampler.head_alone_gives_logits()
 
     def hidden(self, rows: PackedRows) -> Tensor:
         count, longest, index_N = rows.padded_index()
@@ -55,47 +72,75 @@ class TransformersModel:
         return padded.flatten(0, 1).index_select(0, index_N)
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
-        return self._head(hidden_ND) if self._split_head else hidden_ND
+        return self._learner.head(hidden_ND) if self._split_head else hidden_ND
 
+    @torch.no_grad()
     def decode_logits(self, hidden_BD: Tensor) -> Tensor:
-        return torch.cat([self.logits(row) for row in hidden_BD.split(1)])
+        return torch.cat([self._sampler.head(row) for row in hidden_BD.split(1)]) if self._split_head else hidden_BD
 
     def new_cache(self) -> CacheList:
         return CacheList()
 
     @torch.no_grad()
     def prefill(self, cache: CacheList, rows: PackedRows, slots: Sequence[int]) -> None:
-        start = 0
-        for slot, length in zip(slots, rows.lengths, strict=True):
-            out = self._model(rows.ids_N[start : start + length][None], use_cache=True, logits_to_keep=1)
-            cache.slots[slot] = out.past_key_values
-            start += length
+        for slot, row in zip(slots, rows.ids_N.split(rows.lengths), strict=True):
+            cache.slots[slot] = Slot()
+            self._read(cache.slots[slot], row.tolist())
 
     @torch.no_grad()
     def decode(self, cache: CacheList, ids_B: Tensor, lengths: Sequence[int]) -> Tensor:
         hidden = []
-        for slot, length in enumerate(lengths):
-            past = cache.slots[slot] if length else None
-            out = self._call(ids_B[slot : slot + 1][None], past_key_values=past, use_cache=True)
-            cache.slots[slot] = out.past_key_values
-            hidden.append(self._states(out)[0, -1])
+        for slot, (token, length) in enumerate(zip(ids_B.tolist(), lengths, strict=True)):
+            if not length:
+                cache.slots[slot] = Slot()
+            hidden.append(self._read(cache.slots[slot], [token]))
         return torch.stack(hidden)
 
-    def _forward(self, ids_RL: Tensor, **kwargs: Any) -> Tensor:
-        return self._states(self._call(ids_RL, use_cache=False, **kwargs))
+    def _read(self, slot: Slot, tokens: list[int]) -> Tensor:
+        """Let the slot's sequence go on with the tokens; the state (or logits) after the last."""
+        slot.ids += tokens
+        known = {"past_key_values": slot.cache} if slot.cache is not None else {}
+        unread = torch.tensor([tokens if known else slot.ids])
+        if self._split_head:
+            out = self._sampler.decoder(input_ids=unread, use_cache=True, **known)
+        else:
+            out = self._sampler.whole(input_ids=unread, use_cache=True, **known, **self._sampler.last_only)
+        slot.cache = getattr(out, "past_key_values", None)
+        return self._states(out)[0, -1]
 
-    def _call(self, ids_RL: Tensor, **kwargs: Any) -> Any:
-        return (self._decoder if self._split_head else self._model)(input_ids=ids_RL, **kwargs)
+    def _forward(self, ids_RL: Tensor, **kwargs: Any) -> Tensor:
+        model = self._learner.decoder if self._split_head else self._learner.whole
+        return self._states(model(input_ids=ids_RL, use_cache=False, **kwargs))
 
     def _states(self, out: Any) -> Tensor:
         return out.last_hidden_state if self._split_head else out.logits
 
+
+class _Parts:
+    """A transformers model, its decoder and its head; adapters live inside of them."""
+
+    def __init__(self, hf_model: Any) -> None:
+        self.whole: Any = hf_model.get_base_model() if hasattr(hf_model, "peft_config") else hf_model
+        self.decoder: Any = self.whole.get_decoder()
+        self.head: Any = self.whole.get_output_embeddings()
+        takes = inspect.signature(self.whole.forward).parameters
+        self.last_only = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
+
     @torch.no_grad()
-    def _head_alone_gives_logits(self) -> bool:
-        ids = torch.arange(min(4, self.vocabulary))[None]
-        training = self._model.training
-        self._model.eval()
-        whole = self._model(input_ids=ids, use_cache=False).logits
-        parts = self._head(self._decoder(input_ids=ids, use_cache=False).last_hidden_state)
-        self._model.train(training)
-        return whole.shape == parts.shape and torch.allclose(whole, parts, atol=1e-5)
+    def head_alone_gives_logits(self) -> bool:
+        if self.head is None:
+            return False
+        ids = torch.arange(min(4, self.head.weight.shape[0]))[None]
+        whole = self.whole(input_ids=ids, use_cache=False).logits
+        parts = self.head(self.decoder(input_ids=ids, use_cache=False).last_hidden_state)
+        return torch.equal(whole, parts)  # to the bit: where logits are still small, a cap hardly shows
+
+
+def _twin(hf_model: Any) -> Any:
+    """The same parameters in modules of their own, for sampling.
+
+    The learner's modules may be in training mode, where checkpointing drops the cache, or have their adapters
+    switched off for a moment.
+    """
+    shared = {id(tensor): tensor for tensor in (*hf_model.parameters(), *hf_model.buffers())}
+    return copy.deepcopy(hf_model, shared).eval()

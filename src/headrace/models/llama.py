@@ -7,7 +7,7 @@ buffer, training by the parts, and nothing is ever copied between learner and en
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -42,9 +42,10 @@ def _unwrap(hf_model: Any) -> Any:
 
 
 class FusedLinear:
-    """Several linear layers that read the same input, as one product; adapters are added on top."""
+    """Several linear layers that read the same input; one output each."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self._layers = tuple(layers)
         plain: list[Any] = [getattr(layer, "base_layer", layer) for layer in layers]
         self.sizes = [layer.out_features for layer in plain]
         self.weight = _share(plain, "weight")
@@ -53,15 +54,22 @@ class FusedLinear:
             (i, layer) for i, layer in enumerate(layers) if hasattr(layer, "lora_A")
         ]
 
-    def __call__(self, x_ND: Tensor, row_block: int = 0) -> Tensor:
-        out = linear_by_blocks(x_ND, self.weight, self.bias, row_block)
-        if self._adapted:
-            parts = list(out.split(self.sizes, dim=-1))
-            for index, layer in self._adapted:
-                for name in layer.active_adapters:
-                    low = F.linear(x_ND, layer.lora_A[name].weight)
-                    parts[index] += layer.scaling[name] * F.linear(low, layer.lora_B[name].weight)
-        return out
+    def apart(self, x_ND: Tensor) -> list[Tensor]:
+        """The layers one by one: gradients reach each parameter, and adapters obey peft's switches."""
+        return [layer(x_ND) for layer in self._layers]
+
+    def fused(self, x_ND: Tensor, row_block: int = 0) -> list[Tensor]:
+        """One product, without gradients; adapters are on, whatever the learner has switched off for itself."""
+        parts = list(linear_by_blocks(x_ND, self.weight, self.bias, row_block).split(self.sizes, dim=-1))
+        for index, layer in self._adapted:
+            for name in layer.active_adapters:
+                down, up = layer.lora_A[name].weight, layer.lora_B[name].weight
+                low = linear_by_blocks(x_ND.to(down.dtype), down, None, row_block)  # peft keeps adapters in float32
+                parts[index] += layer.scaling[name] * linear_by_blocks(low, up, None, row_block)
+        return parts
+
+
+Apply = Callable[[FusedLinear, Tensor], list[Tensor]]
 
 
 def linear_by_blocks(x_ND: Tensor, weight: Tensor, bias: Tensor | None, block: int) -> Tensor:
@@ -103,7 +111,6 @@ class _Layer:
 
     def __init__(self, module: Any) -> None:
         attention, mlp = module.self_attn, module.mlp
-        self.module = module
         self.qkv = FusedLinear([attention.q_proj, attention.k_proj, attention.v_proj])
         self.out = FusedLinear([attention.o_proj])
         self.gate_up = FusedLinear([mlp.gate_proj, mlp.up_proj])
@@ -119,6 +126,11 @@ def _rms_norm(x: Tensor, norm: Any) -> Tensor:
 def _pad_rows(x_BD: Tensor, block: int) -> Tensor:
     missing = -x_BD.shape[0] % block if block else 0
     return F.pad(x_BD, (0, 0, 0, missing)) if missing else x_BD
+
+
+def _feed_forward(layer: _Layer, x: Tensor, apply: Apply) -> Tensor:
+    gate, up = apply(layer.gate_up, _rms_norm(x, layer.norm_2))
+    return x + apply(layer.down, F.silu(gate) * up)[0]
 
 
 def _rotate(x_NHd: Tensor, cos_N1d: Tensor, sin_N1d: Tensor) -> Tensor:
@@ -167,6 +179,10 @@ class LlamaCache:
         self.keys, self.values = [], []
 
 
+_Span = tuple[Any, int, Tensor | None]
+"""Slots that attend together, over how many positions, and their mask."""
+
+
 class LlamaModel:
     """The fast forward. Any number of these may share one transformers model."""
 
@@ -182,21 +198,20 @@ class LlamaModel:
         self._dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._embedding = base.model.embed_tokens
         self._norm = base.model.norm
-        self._head = base.lm_head
+        self._head = FusedLinear([base.lm_head])
         self._rotary = base.model.rotary_emb
         self._layers = [_Layer(module) for module in base.model.layers]
-        self._cos_Pd = self._sin_Pd = torch.empty(0)
+        self._angles_Pd = (torch.empty(0), torch.empty(0))
 
     def hidden(self, rows: PackedRows) -> Tensor:
         return _rms_norm(self._run(rows), self._norm)
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
-        return self._head(hidden_ND)
+        return self._head.apart(hidden_ND)[0]
 
     @torch.no_grad()
     def decode_logits(self, hidden_BD: Tensor) -> Tensor:
-        padded = _pad_rows(hidden_BD, self.row_block)
-        return linear_by_blocks(padded, self._head.weight, self._head.bias, self.row_block)[: hidden_BD.shape[0]]
+        return self._fused(self._head, _pad_rows(hidden_BD, self.row_block))[0][: hidden_BD.shape[0]]
 
     def new_cache(self) -> LlamaCache:
         return LlamaCache(len(self._layers), self._kv_heads, self._dim, self._embedding.weight.data)
@@ -217,41 +232,33 @@ class LlamaModel:
 
     @torch.no_grad()
     def decode(self, cache: LlamaCache, ids_B: Tensor, lengths: Sequence[int]) -> Tensor:
-        count, longest = len(lengths), max(lengths) + 1
-        if self.row_block:
-            longest = min(_round_up(longest, _LENGTH_GRAIN), cache.length)
+        count = len(lengths)
         lengths_B = torch.tensor(lengths)
         slots_B = torch.arange(count)
-        cos_B1d, sin_B1d = self._angles(lengths_B, longest)
-        mask_B11L = self._decode_mask(lengths_B, longest)
-        block = self.row_block
-        x = _pad_rows(self._embedding(ids_B), block)
+        cos_B1d, sin_B1d = self._angles(lengths_B, max(lengths) + 1)
+        spans = self._spans(lengths_B)
+        x = _pad_rows(self._embedding(ids_B), self.row_block)
         for index, layer in enumerate(self._layers):
-            qkv = layer.qkv(_rms_norm(x, layer.norm_1), block)[:count]
-            q, k, v = self._split(layer, qkv, cos_B1d, sin_B1d)
+            q, k, v = self._project(layer, x, cos_B1d, sin_B1d, self._fused)
             keys, values = cache.keys[index], cache.values[index]
             keys[slots_B, :, lengths_B] = k
             values[slots_B, :, lengths_B] = v
-            # the query heads of a kv head stand where query positions do: no key is repeated
-            mixed = F.scaled_dot_product_attention(
-                q.view(count, self._kv_heads, -1, self._dim),
-                keys[:count, :, :longest],
-                values[:count, :, :longest],
-                attn_mask=mask_B11L,
-            )
-            x = x + layer.out(_pad_rows(mixed.reshape(count, -1), block), block)
-            gate, up = layer.gate_up(_rms_norm(x, layer.norm_2), block).chunk(2, dim=-1)
-            x = x + layer.down(F.silu(gate) * up, block)
+            mixed_BD = self._attend_cache(q, keys, values, spans)
+            x = x + self._fused(layer.out, _pad_rows(mixed_BD, self.row_block))[0]
+            x = _feed_forward(layer, x, self._fused)
         return _rms_norm(x[:count], self._norm)
 
     def _run(self, rows: PackedRows, keep: Any = None) -> Tensor:
-        """All layers over packed rows. With `keep`, hands over keys and values and stops once the last are known."""
+        """All layers over packed rows.
+
+        With `keep`, a sampler's prefill: hands over keys and values and stops once the last are known.
+        """
         cos_N1d, sin_N1d = self._angles(rows.positions_N, max(rows.lengths))
         padding = rows.padded_index()
         x = self._embedding(rows.ids_N)
         for index, layer in enumerate(self._layers):
             if keep is not None and index == len(self._layers) - 1:
-                _, k, v = self._split(layer, layer.qkv(_rms_norm(x, layer.norm_1)), cos_N1d, sin_N1d)
+                _, k, v = self._project(layer, x, cos_N1d, sin_N1d, FusedLinear.fused)
                 keep(index, k, v)
                 break
             if self.gradient_checkpointing and torch.is_grad_enabled():
@@ -263,20 +270,22 @@ class LlamaModel:
 
     def _block(self, index: int, x: Tensor, cos: Tensor, sin: Tensor, padding: Any, keep: Any) -> Tensor:
         layer = self._layers[index]
-        attention, mlp = layer.module.self_attn, layer.module.mlp
-        normed = _rms_norm(x, layer.norm_1)
-        # the modules are called one by one: gradients must reach each parameter, not the shared buffer
-        projected = torch.cat((attention.q_proj(normed), attention.k_proj(normed), attention.v_proj(normed)), dim=-1)
-        q, k, v = self._split(layer, projected, cos, sin)
+        apply = FusedLinear.apart if keep is None else FusedLinear.fused
+        q, k, v = self._project(layer, x, cos, sin, apply)
         if keep is not None:
             keep(index, k, v)
-        x = x + attention.o_proj(self._attend(q, k, v, padding))
-        normed = _rms_norm(x, layer.norm_2)
-        return x + mlp.down_proj(F.silu(mlp.gate_proj(normed)) * mlp.up_proj(normed))
+        x = x + apply(layer.out, self._attend(q, k, v, padding))[0]
+        return _feed_forward(layer, x, apply)
 
-    def _split(self, layer: _Layer, qkv_N: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = qkv_N.split(layer.qkv.sizes, dim=-1)
-        q, k, v = (part.unflatten(-1, (-1, self._dim)) for part in (q, k, v))
+    def _fused(self, linear: FusedLinear, x_ND: Tensor) -> list[Tensor]:
+        return linear.fused(x_ND, self.row_block)
+
+    def _project(
+        self, layer: _Layer, x_ND: Tensor, cos: Tensor, sin: Tensor, apply: Apply
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [rows that have an angle, heads, head dim], rotated."""
+        parts = apply(layer.qkv, _rms_norm(x_ND, layer.norm_1))
+        q, k, v = (part[: cos.shape[0]].unflatten(-1, (-1, self._dim)) for part in parts)
         if layer.q_norm is not None:
             q, k = _rms_norm(q, layer.q_norm), _rms_norm(k, layer.k_norm)
         return _rotate(q, cos, sin), _rotate(k, cos, sin), v
@@ -295,16 +304,34 @@ class LlamaModel:
         return flat if index_N is None else flat.index_select(0, index_N)
 
     def _angles(self, positions_N: Tensor, longest: int) -> tuple[Tensor, Tensor]:
-        if longest > self._cos_Pd.shape[0]:
-            size = -(-longest // 512) * 512
+        cos_Pd, sin_Pd = self._angles_Pd
+        if longest > cos_Pd.shape[0]:
             weight = self._embedding.weight
-            cos, sin = self._rotary(weight, torch.arange(size, device=weight.device)[None])
-            self._cos_Pd, self._sin_Pd = cos[0], sin[0]
-        return self._cos_Pd[positions_N].unsqueeze(1), self._sin_Pd[positions_N].unsqueeze(1)
+            cos_1Pd, sin_1Pd = self._rotary(weight, torch.arange(_round_up(longest, 512), device=weight.device)[None])
+            cos_Pd, sin_Pd = self._angles_Pd = cos_1Pd[0], sin_1Pd[0]  # a pair: two threads may be here at once
+        return cos_Pd[positions_N].unsqueeze(1), sin_Pd[positions_N].unsqueeze(1)
 
-    def _decode_mask(self, lengths_B: Tensor, longest: int) -> Tensor | None:
-        if bool((lengths_B == longest - 1).all()):
-            return None
+    def _attend_cache(self, q_BHd: Tensor, keys: Tensor, values: Tensor, spans: Sequence[_Span]) -> Tensor:
+        """One query position per slot against what the slot's cache holds."""
+        # the query heads of a kv head stand where query positions do: no key is repeated
+        q = q_BHd.unflatten(1, (self._kv_heads, -1))
+        mixed = torch.empty_like(q)
+        for slots, length, mask in spans:
+            k, v = keys[slots, :, :length], values[slots, :, :length]
+            mixed[slots] = F.scaled_dot_product_attention(q[slots], k, v, attn_mask=mask)
+        return mixed.flatten(1)
+
+    def _spans(self, lengths_B: Tensor) -> list[_Span]:
+        longest = int(lengths_B.max()) + 1
+        if not self.row_block:
+            alike = bool((lengths_B == longest - 1).all())
+            return [(slice(len(lengths_B)), longest, None if alike else self._mask(lengths_B, longest))]
+        # a product over more positions may round differently, even where the masked ones count for nothing
+        ends_B = (lengths_B // _LENGTH_GRAIN + 1) * _LENGTH_GRAIN
+        groups = [(int(end), (ends_B == end).nonzero().squeeze(1)) for end in ends_B.unique()]
+        return [(slots, end, self._mask(lengths_B[slots], end)) for end, slots in groups]
+
+    def _mask(self, lengths_B: Tensor, longest: int) -> Tensor:
         visible_BL = torch.arange(longest)[None] <= lengths_B[:, None]
         mask = self._embedding.weight.new_zeros(visible_BL.shape).masked_fill(~visible_BL, float("-inf"))
         return mask[:, None, None]

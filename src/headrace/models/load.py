@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from headrace.config import LoraSection, ModelSection
 from headrace.errors import ModelError, boundary
@@ -20,11 +21,28 @@ def load_tokenizer(name: str) -> Any:
 
 
 def load_model(section: ModelSection) -> Any:
-    """The transformers model, in the wanted type, with adapters if the section asks for them."""
+    """The transformers model, in the wanted type, without dropout, with adapters if the section asks for them."""
     folder = resolve_model(section.name)
     with boundary(ModelError, f'cannot load model "{section.name}"'):
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, section.dtype))
+        config = AutoConfig.from_pretrained(folder)
+        _switch_dropout_off(config)
+        model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=getattr(torch, section.dtype))
     return add_adapters(model, section.lora) if section.lora.rank else model
+
+
+def _switch_dropout_off(config: Any) -> None:
+    """With dropout, the policy that is trained would be another than the one that was sampled from."""
+    text = config.get_text_config()
+    for name, value in text.to_dict().items():
+        if "drop" in name and isinstance(value, float):
+            setattr(text, name, 0.0)
+
+
+class _LearnerDropout(nn.Dropout):
+    """Dropout where gradients are computed; scoring and sampling are never random."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) if torch.is_grad_enabled() else input
 
 
 def add_adapters(model: Any, lora: LoraSection) -> Any:
@@ -45,4 +63,9 @@ def add_adapters(model: Any, lora: LoraSection) -> Any:
         target_modules=list(lora.targets),
         task_type="CAUSAL_LM",
     )
-    return get_peft_model(model, config)
+    adapted = get_peft_model(model, config)
+    for module in adapted.modules():
+        dropouts: Any = getattr(module, "lora_dropout", {}) if lora.dropout else {}
+        for name in dropouts:
+            dropouts[name] = _LearnerDropout(lora.dropout)
+    return adapted

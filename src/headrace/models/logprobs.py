@@ -10,7 +10,12 @@ from headrace.models.causal import CausalModel
 
 
 def target_logprobs(
-    model: CausalModel, hidden_MD: Tensor, targets_M: Tensor, temperatures_M: Tensor, chunk: int
+    model: CausalModel,
+    hidden_MD: Tensor,
+    targets_M: Tensor,
+    temperatures_M: Tensor,
+    chunk: int,
+    entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(log-probability of each target, entropy of each distribution), both [M], at the given temperatures.
 
@@ -24,7 +29,7 @@ def target_logprobs(
         wide = torch.promote_types(logits_CV.dtype, torch.float32)
         logprobs_CV = torch.log_softmax(logits_CV.to(wide) / temperatures[:, None], dim=-1)
         chosen = logprobs_CV.gather(1, targets[:, None]).squeeze(1)
-        with torch.no_grad():
+        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
             entropy = -(logprobs_CV.exp() * logprobs_CV).sum(-1)
         return chosen, entropy
 

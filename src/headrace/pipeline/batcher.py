@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from headrace.config import AlgorithmSection
 from headrace.data.episode import TrajectoryGroup
+from headrace.data.packing import cut_by_tokens
 from headrace.data.sample import Sample, TrainBatch, merge_steps
 
 
@@ -20,21 +21,14 @@ def to_samples(groups: Sequence[TrajectoryGroup]) -> list[Sample]:
     return [row for row in rows if row.trained_tokens]
 
 
-def pack(samples: Sequence[Sample], algorithm: AlgorithmSection, micro_batch_tokens: int) -> TrainBatch:
-    """Rows of similar length together, at most `micro_batch_tokens` per micro-batch (or one row that is longer)."""
-    order = sorted(range(len(samples)), key=lambda i: (-len(samples[i].tokens), i))
-    micro_batches: list[list[int]] = []
-    room = 0
-    for index in order:
-        size = len(samples[index].tokens)
-        if size > room:
-            micro_batches.append([])
-            room = micro_batch_tokens
-        micro_batches[-1].append(index)
-        room -= size
+def pack(
+    samples: Sequence[Sample], algorithm: AlgorithmSection, micro_batch_tokens: int, together: int = 1
+) -> TrainBatch:
+    """Rows with their weights, in micro-batches. `together` rows (2 for preference pairs) count as one sequence."""
     per_row = algorithm.aggregation == "sequence_mean_token_mean"
     weights = tuple(1.0 / max(sample.trained_tokens, 1) if per_row else 1.0 for sample in samples)
-    return TrainBatch(tuple(samples), weights, tuple(tuple(batch) for batch in micro_batches))
+    micro_batches = cut_by_tokens([len(sample.tokens) for sample in samples], micro_batch_tokens, together)
+    return TrainBatch(tuple(samples), weights, micro_batches, len(samples) // together)
 
 
 def grad_scale(batches: Sequence[TrainBatch], algorithm: AlgorithmSection) -> float:
@@ -42,14 +36,14 @@ def grad_scale(batches: Sequence[TrainBatch], algorithm: AlgorithmSection) -> fl
 
     It counts over the step, not per micro-batch, or short micro-batches would be upweighted.
     """
-    rows = sum(len(batch.samples) for batch in batches)
+    sequences = sum(batch.sequences for batch in batches)
     tokens = sum(sample.trained_tokens for batch in batches for sample in batch.samples)
     match algorithm.aggregation:
         case "token_mean":
             return 1.0 / max(tokens, 1)
         case "sequence_mean_token_mean" | "sequence_mean_token_sum":
-            return 1.0 / max(rows, 1)
+            return 1.0 / max(sequences, 1)
         case "constant":
-            return 1.0 / (max(rows, 1) * algorithm.aggregation_length)
+            return 1.0 / (max(sequences, 1) * algorithm.aggregation_length)
         case "token_sum":
             return 1.0

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from headrace.config import FilterSection
+from headrace.advantage.assign import trained_roles
+from headrace.advantage.filters import drop_by_termination, drop_too_few, impute_names, reason_to_drop
+from headrace.config import RunConfig
 from headrace.data.episode import Episode, Trajectory, TrajectoryGroup
 
 
@@ -25,20 +27,34 @@ class FinishedGroup:
         return sum(episode.failed for episode in self.episodes)
 
 
+Grouping = Callable[[Sequence[Episode]], Sequence[TrajectoryGroup]]
+"""Which trajectories of one task's finished episodes are compared with each other."""
+
+
 class TrajectoryGroupBuffer:
     """Finished groups in the order of their dispatch."""
 
-    def __init__(self, filters: FilterSection) -> None:
-        self._filters = filters
+    def __init__(self, config: RunConfig, grouping: Grouping | None = None) -> None:
+        self._filters = config.filters
+        self._algorithm = config.algorithm
+        self._grouping = grouping or form_groups
         self._ready: dict[int, FinishedGroup] = {}
         self._arrived = asyncio.Event()
 
     def add(self, group_id: int, episodes: Iterable[Episode]) -> FinishedGroup:
         """Form the groups of one task's episodes; a dropped one is not kept, and says why."""
         episodes = tuple(episodes)
-        groups = form_groups([episode for episode in episodes if not episode.failed])
-        finished = FinishedGroup(group_id, episodes, groups, self._reason_to_drop(groups))
-        if finished.dropped_because is None:
+        sound = [episode for episode in episodes if not episode.failed]
+        kept = drop_by_termination(sound, self._filters.drop_terminations)
+        groups = trained_roles(self._grouping(kept), self._algorithm) if kept else []
+        reason = reason_to_drop(groups, self._filters)
+        if sound and not kept:
+            reason = f"every episode ended by {', '.join(sorted({episode.termination for episode in sound}))}"
+        elif kept and not groups:
+            reason = "no trajectory of a trained role"
+        enough = drop_too_few(groups, self._filters.min_trajectories)
+        finished = FinishedGroup(group_id, episodes, enough, reason)
+        if reason is None:
             self._ready[group_id] = finished
             self._arrived.set()
         return finished
@@ -50,25 +66,30 @@ class TrajectoryGroupBuffer:
             await self._arrived.wait()
         return [self._ready.pop(group_id) for group_id in sorted(self._ready)[:count]]
 
-    def _reason_to_drop(self, groups: tuple[TrajectoryGroup, ...]) -> str | None:
-        if not groups:
-            return "every episode failed"
-        if self._filters.drop_uniform and all(len(set(group.rewards())) == 1 for group in groups):
-            return "uniform rewards"
-        return None
 
-
-def form_groups(episodes: Iterable[Episode]) -> tuple[TrajectoryGroup, ...]:
+def form_groups(episodes: Sequence[Episode]) -> tuple[TrajectoryGroup, ...]:
     """Trajectories of one task, grouped by role."""
     members: dict[str, list[Trajectory]] = {}
-    first: Episode | None = None
     for episode in episodes:
-        first = first or episode
-        for trajectory in episode.trajectories:
+        for trajectory in impute_names(episode.trajectories):
             members.setdefault(trajectory.name, []).append(trajectory)
-    if first is None:
-        return ()
     return tuple(
-        TrajectoryGroup(first.task_id, name, tuple(trajectories), first.group_id, first.source)
+        TrajectoryGroup(episodes[0].task_id, name, tuple(trajectories), episodes[0].group_id, episodes[0].source)
         for name, trajectories in members.items()
     )
+
+
+def group_by_step(episodes: Sequence[Episode]) -> list[TrajectoryGroup]:
+    """A grouping hook: the n-th Steps of a role are compared with each other, each by its own reward."""
+    members: dict[tuple[str, int], list[Trajectory]] = {}
+    for episode in episodes:
+        for trajectory in impute_names(episode.trajectories):
+            for place, step in enumerate(trajectory.steps):
+                reward = step.reward if step.reward is not None else trajectory.reward
+                alone = Trajectory((step,), trajectory.name, reward)
+                members.setdefault((trajectory.name, place), []).append(alone)
+    first = episodes[0]
+    return [
+        TrajectoryGroup(first.task_id, name, tuple(trajectories), first.group_id, first.source)
+        for (name, _), trajectories in members.items()
+    ]

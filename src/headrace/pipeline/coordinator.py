@@ -38,6 +38,10 @@ class SyncCoordinator:
         assert self.may_open_batch(), "a batch was opened beyond the staleness bound"
         self._batches_opened += 1
 
+    def skipped(self) -> None:
+        """An opened batch came to no update, so another may be opened for the same version."""
+        self._batches_opened -= 1
+
     def dispatched(self, episodes: int) -> None:
         """Episodes were started."""
         self._dispatched += episodes

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean, pstdev
 
+from headrace.advantage.filters import is_uniform
 from headrace.data.sample import NO_VERSION, TrainBatch
 from headrace.metrics import MetricsAggregator, Reducer
 from headrace.pipeline.buffer import FinishedGroup
@@ -14,11 +15,16 @@ def batch_metrics(finished: Sequence[FinishedGroup], batch: TrainBatch, version:
     """Rewards, lengths, staleness and the users' own episode metrics."""
     metrics = MetricsAggregator()
     episodes = [episode for item in finished for episode in item.episodes if not episode.failed]
-    rewards = [reward for item in finished for group in item.groups for reward in group.rewards()]
-    metrics.record("reward/mean", fmean(rewards), Reducer.MEAN)
-    metrics.record("reward/std", pstdev(rewards), Reducer.MEAN)
-    uniform = [len(set(group.rewards())) == 1 for item in finished for group in item.groups]
-    metrics.record("reward/uniform_groups", fmean(uniform), Reducer.MEAN)
+    groups = [group for item in finished for group in item.groups if group.has_rewards]
+    rewards = [reward for group in groups for reward in group.rewards()]
+    if rewards:
+        metrics.record("reward/mean", fmean(rewards), Reducer.MEAN)
+        metrics.record("reward/std", pstdev(rewards), Reducer.MEAN)
+        metrics.record("reward/uniform_groups", fmean(is_uniform(group) for group in groups), Reducer.MEAN)
+    names = {group.name for group in groups}
+    for group in groups if len(names) > 1 else ():
+        for reward in group.rewards():
+            metrics.record(f"reward/{group.name}/mean", reward, Reducer.MEAN)
     for episode in episodes:
         metrics.record("tokens/generated", episode.response_tokens, Reducer.SUM)
         metrics.record("response/length_mean", episode.response_tokens, Reducer.MEAN)

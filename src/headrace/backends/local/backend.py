@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,15 +12,21 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from headrace.backends.base import Publication, offending_samples
+from headrace.backends.base import Asked, Publication, offending_samples
+from headrace.backends.local.frozen import FrozenModel, score_rows
 from headrace.backends.local.storage import export_folder, load_state, save_state
-from headrace.backends.losses import Loss, LossContext
+from headrace.backends.local.teacher import Teacher
+from headrace.backends.local.token_losses import token_losses
+from headrace.backends.local.tokens import TokenTensors
+from headrace.backends.losses import LossContext
 from headrace.config import AlgorithmSection, RunConfig
-from headrace.data.sample import Sample, TrainBatch
+from headrace.data.episode import Step
+from headrace.data.sample import TrainBatch
 from headrace.engine.base import SamplingParams
 from headrace.engine.torch_engine import TorchEngine
 from headrace.errors import BackendError, DivergedError
 from headrace.metrics import MetricsAggregator, Reducer
+from headrace.models.catalog import resolve_model
 from headrace.models.causal import PackedRows, build_causal_model
 from headrace.models.load import load_model, load_tokenizer
 from headrace.models.logprobs import target_logprobs
@@ -46,13 +52,20 @@ class LocalBackend:
         self.model.row_block = _ROW_BLOCK if config.run.deterministic else 0
         if config.backend.gradient_checkpointing:
             self._checkpoint_gradients()
-        self._trainable = [p for p in self.hf_model.parameters() if p.requires_grad]
+        self.value_head = self._new_value_head() if config.algorithm.value_head else None
+        self._trainable = [p for p in self._modules().parameters() if p.requires_grad]
         self.optimizer = self._new_optimizer()
         self._engine: TorchEngine | None = None
+        self._reference: FrozenModel | None = None
+        self._teacher: Teacher | None = None
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="headrace-learner")
 
-    def check(self, algorithm: AlgorithmSection) -> None:
-        resolve("loss", algorithm.loss)
+    def check(self, config: RunConfig) -> None:
+        algorithm = config.algorithm
+        for name in {algorithm.loss, *(role.loss for role in algorithm.roles.values() if role.loss)}:
+            resolve("loss", name)
+        if config.distill.teacher != "initial":
+            resolve_model(config.distill.teacher)
 
     def create_engine(self) -> TorchEngine:
         config = self._config
@@ -73,21 +86,30 @@ class LocalBackend:
     async def optim_step(self, lr: float, grad_scale: float) -> MetricsAggregator:
         return await self._on_worker(lambda: self._optim_step(lr, grad_scale))
 
-    async def compute_logprobs(self, batch: TrainBatch) -> list[list[float]]:
-        return await self._on_worker(lambda: self._compute_logprobs(batch))
+    async def compute_logprobs(self, batch: TrainBatch, of: Asked = "policy") -> list[list[float]]:
+        return await self._on_worker(lambda: self._logprobs(batch, of))
+
+    async def compute_values(self, batch: TrainBatch) -> list[list[float]]:
+        return await self._on_worker(lambda: self._all_values(batch))
+
+    async def teacher_logprobs(self, steps: Sequence[Step]) -> list[list[float]]:
+        return await self._on_worker(lambda: self._teach(steps))
 
     async def publish(self, version: int) -> Publication:
         if self._engine is None:
             raise BackendError("publish was called before create_engine; there is no one to hand weights to")
+        every = self._config.distill.refresh_every
+        if self._teacher is not None and every and version % every == 0:
+            await self._on_worker(lambda teacher=self._teacher: teacher.copy_from(self.hf_model))
         fingerprint = await self._on_worker(self.fingerprint)
         await self._engine.load_weights(version)  # shared weights: nothing is copied
         return Publication(version, fingerprint)
 
     async def save(self, folder: Path) -> None:
-        await self._on_worker(lambda: save_state(folder, self.hf_model, self.optimizer))
+        await self._on_worker(lambda: save_state(folder, self._modules(), self.optimizer))
 
     async def load(self, folder: Path) -> None:
-        await self._on_worker(lambda: load_state(folder, self.hf_model, self.optimizer))
+        await self._on_worker(lambda: load_state(folder, self._modules(), self.optimizer))
 
     async def export(self, folder: Path) -> None:
         await self._on_worker(lambda: export_folder(folder, self.hf_model, self.tokenizer))
@@ -110,21 +132,31 @@ class LocalBackend:
 
     def _forward_backward(self, batch: TrainBatch, algorithm: AlgorithmSection) -> MetricsAggregator:
         metrics = MetricsAggregator()
-        loss_function: Loss = resolve("loss", algorithm.loss)
-        old = self._compute_logprobs(batch) if algorithm.proximal == "recompute" else None
+        old = self._logprobs(batch, "policy") if algorithm.proximal == "recompute" else None
         for indices in batch.micro_batches:
             samples = [batch.samples[i] for i in indices]
-            tokens = _TokenTensors(samples, [batch.weights[i] for i in indices])
-            logprobs_M, entropy_M = self._trained_logprobs(samples, tokens)
-            old_M = tokens.sampler_M if old is None else tokens.select([old[i] for i in indices])
+            tokens = TokenTensors(samples, [batch.weights[i] for i in indices])
+            hidden_MD = self.model.hidden(tokens.rows).index_select(0, tokens.where_M)
+            logprobs_M, entropy_M = self._head(hidden_MD, tokens, bool(algorithm.entropy_coef))
             context = LossContext(
-                logprobs_M, old_M, tokens.sampler_M, tokens.advantages_M, tokens.row_M, len(samples), algorithm
+                logprobs_M=logprobs_M,
+                old_logprobs_M=tokens.sampler_M if old is None else tokens.select([old[i] for i in indices]),
+                sampler_logprobs_M=tokens.sampler_M,
+                advantages_M=tokens.advantages_M,
+                row_M=tokens.row_M,
+                rows=len(samples),
+                algorithm=algorithm,
+                reference_logprobs_M=tokens.reference_M,
+                dpo_beta=self._config.dpo.beta,
             )
-            loss_M, figures = loss_function(context)
-            loss = (loss_M * tokens.weights_M).sum()
+            loss_M, figures = token_losses(context, samples, entropy_M)
+            if self.value_head is not None and tokens.returns_M is not None:
+                error_M = 0.5 * (self._values(hidden_MD) - tokens.returns_M) ** 2
+                loss_M = loss_M + algorithm.value_coef * error_M
+                figures["value/loss"] = error_M.detach()
             self._require_finite(loss_M, tokens, batch, indices)
-            loss.backward()
-            _record(metrics, loss_M.detach(), entropy_M, logprobs_M.detach(), tokens, figures)
+            (loss_M * tokens.weights_M).sum().backward()
+            _record(metrics, loss_M.detach(), entropy_M.detach(), logprobs_M.detach(), tokens, figures)
         return metrics
 
     def _optim_step(self, lr: float, grad_scale: float) -> MetricsAggregator:
@@ -149,28 +181,45 @@ class LocalBackend:
         metrics.record("optim/lr", lr, Reducer.LAST)
         return metrics
 
+    def _logprobs(self, batch: TrainBatch, of: Asked) -> list[list[float]]:
+        rows = [sample.tokens for sample in batch.samples]
+        heat = [sample.temperature for sample in batch.samples]
+        section = self._config.backend
+        limits = (section.micro_batch_tokens, section.logits_chunk)
+        if of == "policy":
+            return score_rows(self.model, rows, heat, *limits)
+        if self._config.model.lora.rank:  # the policy without its adapters is the reference
+            with self.hf_model.disable_adapter():
+                return score_rows(self.model, rows, heat, *limits)
+        if self._reference is None:
+            self._reference = FrozenModel(self._config.model)
+        return score_rows(self._reference.model, rows, heat, *limits)
+
     @torch.no_grad()
-    def _compute_logprobs(self, batch: TrainBatch) -> list[list[float]]:
+    def _all_values(self, batch: TrainBatch) -> list[list[float]]:
         found: list[list[float]] = [[] for _ in batch.samples]
         for indices in batch.micro_batches:
-            samples = [batch.samples[i] for i in indices]
-            hidden_N = self.model.hidden(PackedRows.from_rows([s.tokens[:-1] for s in samples]))
-            targets_N = torch.tensor([token for s in samples for token in s.tokens[1:]])
-            counts = [len(s.tokens) - 1 for s in samples]
-            temperatures_N = torch.tensor([s.temperature for s in samples]).repeat_interleave(torch.tensor(counts))
-            logprobs_N, _ = self._head(hidden_N, targets_N, temperatures_N)
-            for index, part in zip(indices, logprobs_N.split(counts), strict=True):
+            rows = [batch.samples[i].tokens[:-1] for i in indices]
+            values_N = self._values(self.model.hidden(PackedRows.from_rows(rows)))
+            for index, part in zip(indices, values_N.split([len(row) for row in rows]), strict=True):
                 found[index] = part.tolist()
         return found
 
-    def _trained_logprobs(self, samples: list[Sample], tokens: _TokenTensors) -> tuple[Tensor, Tensor]:
-        hidden_N = self.model.hidden(PackedRows.from_rows([s.tokens[:-1] for s in samples]))
-        return self._head(hidden_N.index_select(0, tokens.where_M), tokens.targets_M, tokens.temperatures_M)
+    def _values(self, hidden_MD: Tensor) -> Tensor:
+        if self.value_head is None:
+            raise BackendError("values were asked for, but the run has no value head; set algorithm.value_head = true")
+        return self.value_head(hidden_MD).squeeze(-1)
 
-    def _head(self, hidden: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
-        return target_logprobs(self.model, hidden, targets, temperatures, self._config.backend.logits_chunk)
+    def _head(self, hidden_MD: Tensor, tokens: TokenTensors, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
+        chunk = self._config.backend.logits_chunk
+        return target_logprobs(self.model, hidden_MD, tokens.targets_M, tokens.temperatures_M, chunk, entropy_gradient)
 
-    def _require_finite(self, loss_M: Tensor, tokens: _TokenTensors, batch: TrainBatch, indices: Any) -> None:
+    def _teach(self, steps: Sequence[Step]) -> list[list[float]]:
+        if self._teacher is None:
+            self._teacher = Teacher(self._config, self.tokenizer)
+        return self._teacher.logprobs(steps)
+
+    def _require_finite(self, loss_M: Tensor, tokens: TokenTensors, batch: TrainBatch, indices: Any) -> None:
         bad_rows = tokens.row_M[~torch.isfinite(loss_M)].unique().tolist()
         if bad_rows:
             self.optimizer.zero_grad(set_to_none=True)
@@ -181,6 +230,19 @@ class LocalBackend:
             )
 
     # ---- set-up ---------------------------------------------------------------------------------------------------
+
+    def _new_value_head(self) -> torch.nn.Linear:
+        width = self.hf_model.config.get_text_config().hidden_size
+        head = torch.nn.Linear(width, 1, dtype=getattr(torch, self._config.model.dtype))
+        torch.nn.init.zeros_(head.weight)  # values start at 0: the first advantages are the rewards
+        torch.nn.init.zeros_(head.bias)
+        return head
+
+    def _modules(self) -> torch.nn.Module:
+        """All that is trained, under the names it is saved with."""
+        if self.value_head is None:
+            return self.hf_model
+        return torch.nn.ModuleDict({"model": self.hf_model, "value_head": self.value_head})
 
     def _new_optimizer(self) -> torch.optim.AdamW:
         section = self._config.optimizer
@@ -204,41 +266,22 @@ class LocalBackend:
         return await asyncio.get_running_loop().run_in_executor(self._worker, function)
 
 
-class _TokenTensors:
-    """The trained tokens of a micro-batch as flat tensors, row after row."""
-
-    def __init__(self, samples: list[Sample], weights: list[float]) -> None:
-        self._masks = [torch.tensor(s.loss_mask, dtype=torch.bool) for s in samples]
-        counts = torch.tensor([int(mask.sum()) for mask in self._masks])
-        self.where_M = torch.cat(self._masks).nonzero().squeeze(1)
-        self.targets_M = self.select([s.tokens[1:] for s in samples], torch.long)
-        self.sampler_M = self.select([s.logprobs for s in samples])
-        self.advantages_M = self.select([s.advantages for s in samples])
-        self.versions_M = self.select([s.versions for s in samples], torch.long)
-        self.row_M = torch.arange(len(samples)).repeat_interleave(counts)
-        self.temperatures_M = torch.tensor([s.temperature for s in samples]).repeat_interleave(counts)
-        self.weights_M = torch.tensor(weights).repeat_interleave(counts)
-
-    def select(self, rows: list[Any], dtype: torch.dtype = torch.float32) -> Tensor:
-        """One tensor of the entries that the loss masks keep."""
-        return torch.cat([torch.tensor(row, dtype=dtype)[m] for row, m in zip(rows, self._masks, strict=True)])
-
-
 def _record(
     metrics: MetricsAggregator,
     loss_M: Tensor,
     entropy_M: Tensor,
     logprobs_M: Tensor,
-    tokens: _TokenTensors,
+    tokens: TokenTensors,
     figures: dict[str, Tensor],
 ) -> None:
     means: dict[str, Tensor] = {"policy/loss": loss_M, "policy/entropy": entropy_M, **figures}
-    sampled_M = tokens.versions_M >= 0  # demonstrations have no sampler
-    if bool(sampled_M.any()):
-        drift_M = (tokens.sampler_M - logprobs_M)[sampled_M]
+    if bool(tokens.sampled_M.any()):  # demonstrations have no sampler
+        drift_M = (tokens.sampler_M - logprobs_M)[tokens.sampled_M]
         means["policy/kl_to_sampler"] = drift_M
         metrics.record("policy/logprob_gap_max", float(drift_M.abs().max()), Reducer.MAX)
     for key, values in means.items():
+        if not values.numel():
+            continue
         metrics.record(key, float(values.mean()), Reducer.WEIGHTED_MEAN, weight=values.numel())
     metrics.record("tokens/trained", loss_M.numel(), Reducer.SUM)
 

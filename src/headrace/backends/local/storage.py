@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from headrace.errors import BackendError, boundary
 
 
-def save_state(folder: Path, hf_model: Any, optimizer: torch.optim.Optimizer) -> None:
+def save_state(folder: Path, modules: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """`weights.safetensors` (what is trained), `optimizer.safetensors` and its step counts."""
     folder.mkdir(parents=True, exist_ok=True)
-    names = _trainable_names(hf_model)
+    names = _trainable_names(modules)
     save_file({n: p.detach().clone() for p, n in names.items()}, folder / "weights.safetensors")
     moments = {
         f"{names[p]}/{key}": value.detach().clone()
@@ -27,12 +27,12 @@ def save_state(folder: Path, hf_model: Any, optimizer: torch.optim.Optimizer) ->
     (folder / "backend.json").write_text(json.dumps({"format": 1, "trained_tensors": len(names)}))
 
 
-def load_state(folder: Path, hf_model: Any, optimizer: torch.optim.Optimizer) -> None:
+def load_state(folder: Path, modules: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """The inverse of `save_state`, into the same tensors, so that whoever shares them sees the new values."""
     with boundary(BackendError, f"cannot read the checkpoint {folder}"):
         weights = load_file(folder / "weights.safetensors")
         moments = load_file(folder / "optimizer.safetensors")
-    names = _trainable_names(hf_model)
+    names = _trainable_names(modules)
     if set(weights) != set(names.values()):
         odd = sorted(set(weights) ^ set(names.values()))
         raise BackendError(
@@ -69,5 +69,5 @@ def export_folder(folder: Path, hf_model: Any, tokenizer: Any) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def _trainable_names(hf_model: Any) -> dict[torch.Tensor, str]:
-    return {p: name for name, p in hf_model.named_parameters() if p.requires_grad}
+def _trainable_names(modules: torch.nn.Module) -> dict[torch.Tensor, str]:
+    return {p: name for name, p in modules.named_parameters() if p.requires_grad}

@@ -1,0 +1,51 @@
+"""Models that are only asked, never trained: the reference and the teacher."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from headrace.config import ModelSection
+from headrace.data.packing import cut_by_tokens
+from headrace.errors import ConfigError
+from headrace.models.causal import CausalModel, PackedRows, build_causal_model
+from headrace.models.load import load_model, load_tokenizer
+from headrace.models.logprobs import target_logprobs
+
+
+@torch.no_grad()
+def score_rows(
+    model: CausalModel, rows: Sequence[Sequence[int]], temperatures: Sequence[float], budget: int, chunk: int
+) -> list[list[float]]:
+    """For each row, the log-probability of every token but the first, at the row's temperature."""
+    found: list[list[float]] = [[] for _ in rows]
+    for indices in cut_by_tokens([len(row) for row in rows], budget):
+        chosen = [rows[i] for i in indices]
+        counts = [len(row) - 1 for row in chosen]
+        hidden_N = model.hidden(PackedRows.from_rows([row[:-1] for row in chosen]))
+        targets_N = torch.tensor([token for row in chosen for token in row[1:]])
+        heat_N = torch.tensor([temperatures[i] for i in indices]).repeat_interleave(torch.tensor(counts))
+        logprobs_N, _ = target_logprobs(model, hidden_N, targets_N, heat_N, chunk)
+        for index, part in zip(indices, logprobs_N.split(counts), strict=True):
+            found[index] = part.tolist()
+    return found
+
+
+class FrozenModel:
+    """A model of its own, with its tokenizer; `copy_from` refreshes it with the policy's weights."""
+
+    def __init__(self, section: ModelSection) -> None:
+        self.tokenizer = load_tokenizer(section.name)
+        self.hf_model = load_model(section).eval().requires_grad_(False)
+        self.model = build_causal_model(self.hf_model, section.fast_path)
+
+    def copy_from(self, policy: Any) -> None:
+        """Take over the policy's current weights."""
+        ours, theirs = dict(self.hf_model.named_parameters()), dict(policy.named_parameters())
+        if ours.keys() != theirs.keys():
+            raise ConfigError("a teacher of another architecture cannot be refreshed; set distill.refresh_every = 0")
+        with torch.no_grad():
+            for name, parameter in ours.items():
+                parameter.copy_(theirs[name])

@@ -1,0 +1,73 @@
+"""From log-probabilities to the loss of each token: role by role, then corrections, divergence and entropy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from headrace.backends.losses import Loss, LossContext, correction_weights, kl_penalty
+from headrace.data.sample import Sample
+from headrace.errors import BackendError
+from headrace.registry import resolve
+
+Figures = dict[str, Tensor]
+
+
+def token_losses(context: LossContext, samples: Sequence[Sample], entropy_M: Tensor) -> tuple[Tensor, Figures]:
+    """The loss of every trained token of a micro-batch, and figures to report."""
+    algorithm = context.algorithm
+    loss_M, figures = _by_role(context, samples)
+    if algorithm.correction.name != "none":
+        weights_M, more = correction_weights(
+            algorithm.correction, context.old_logprobs_M, context.sampler_logprobs_M, context.row_M, context.rows
+        )
+        loss_M = loss_M * weights_M
+        figures |= more
+    if algorithm.kl.coef and algorithm.kl.where == "loss":
+        if context.reference_logprobs_M is None:
+            raise BackendError("algorithm.kl is on, but the samples carry no reference log-probabilities")
+        divergence_M = kl_penalty(algorithm.kl.kind, context.logprobs_M, context.reference_logprobs_M)
+        loss_M = loss_M + algorithm.kl.coef * divergence_M
+        figures["policy/kl_to_reference"] = divergence_M.detach()
+    if algorithm.entropy_coef:
+        loss_M = loss_M - algorithm.entropy_coef * entropy_M
+    return loss_M, figures
+
+
+def _by_role(context: LossContext, samples: Sequence[Sample]) -> tuple[Tensor, Figures]:
+    """Each row by the loss of its role."""
+    names = [context.algorithm.for_role(sample.role).loss for sample in samples]
+    if len(set(names)) == 1:
+        loss: Loss = resolve("loss", names[0])
+        return loss(replace(context, algorithm=context.algorithm.for_role(samples[0].role)))
+    loss_M = torch.zeros_like(context.logprobs_M)
+    figures: Figures = {}
+    for name in sorted(set(names)):
+        rows = [i for i, other in enumerate(names) if other == name]
+        where = torch.isin(context.row_M, torch.tensor(rows)).nonzero().squeeze(1)
+        part, more = resolve("loss", name)(_select(context, where, rows, samples[rows[0]].role))
+        loss_M = loss_M.index_put((where,), part)
+        for key, values in more.items():  # roles with different losses may report the same figure
+            figures[key] = torch.cat([figures[key], values]) if key in figures else values
+    return loss_M, figures
+
+
+def _select(context: LossContext, where: Tensor, rows: Sequence[int], role: str) -> LossContext:
+    """The context of some rows alone, renumbered from 0."""
+    number_R = torch.zeros(context.rows, dtype=torch.long)
+    number_R[list(rows)] = torch.arange(len(rows))
+    reference = context.reference_logprobs_M
+    return replace(
+        context,
+        logprobs_M=context.logprobs_M[where],
+        old_logprobs_M=context.old_logprobs_M[where],
+        sampler_logprobs_M=context.sampler_logprobs_M[where],
+        advantages_M=context.advantages_M[where],
+        reference_logprobs_M=None if reference is None else reference[where],
+        row_M=number_R[context.row_M[where]],
+        rows=len(rows),
+        algorithm=context.algorithm.for_role(role),
+    )

@@ -1,0 +1,39 @@
+"""The trained tokens of a micro-batch as flat tensors, row after row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.data.sample import NO_VERSION, Sample
+from headrace.models.causal import PackedRows
+
+
+class TokenTensors:
+    """Axis M runs over the targets that the loss masks keep; `where_M` finds them among all N inputs."""
+
+    def __init__(self, samples: Sequence[Sample], weights: Sequence[float]) -> None:
+        self.rows = PackedRows.from_rows([sample.tokens[:-1] for sample in samples])
+        self._masks = [torch.tensor(sample.loss_mask, dtype=torch.bool) for sample in samples]
+        counts = torch.tensor([int(mask.sum()) for mask in self._masks])
+        self.where_M = torch.cat(self._masks).nonzero().squeeze(1)
+        self.targets_M = self.select([sample.tokens[1:] for sample in samples], torch.long)
+        self.sampler_M = self.select([sample.logprobs for sample in samples])
+        self.advantages_M = self.select([sample.advantages for sample in samples])
+        self.sampled_M = self.select([sample.versions for sample in samples], torch.long) != NO_VERSION
+        self.reference_M = self.select_given([sample.reference_logprobs for sample in samples])
+        self.returns_M = self.select_given([sample.returns for sample in samples])
+        self.row_M = torch.arange(len(samples)).repeat_interleave(counts)
+        self.temperatures_M = torch.tensor([sample.temperature for sample in samples]).repeat_interleave(counts)
+        self.weights_M = torch.tensor(list(weights)).repeat_interleave(counts)
+
+    def select(self, rows: Sequence[Any], dtype: torch.dtype = torch.float32) -> Tensor:
+        """One tensor of the entries that the loss masks keep."""
+        return torch.cat([torch.tensor(row, dtype=dtype)[m] for row, m in zip(rows, self._masks, strict=True)])
+
+    def select_given(self, rows: Sequence[Any]) -> Tensor | None:
+        """As `select`; None unless every row is given."""
+        return None if any(row is None for row in rows) else self.select(rows)

@@ -1,0 +1,144 @@
+"""Packing, weights and the normaliser of the loss."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fakes import examples, step
+from headrace.config import AlgorithmSection
+from headrace.data.episode import Trajectory, TrajectoryGroup
+from headrace.data.sample import Sample, TrainBatch
+from headrace.pipeline.batcher import grad_scale, pack, to_samples
+
+AGGREGATIONS = ["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "token_sum", "constant"]
+
+
+def algorithm(aggregation: Any) -> AlgorithmSection:
+    return AlgorithmSection(aggregation=aggregation, aggregation_length=10)
+
+
+def sample(mask: list[int]) -> Sample:
+    size = len(mask)
+    return Sample(tuple(range(size + 1)), tuple(mask), (0.0,) * size, (0,) * size, (0.0,) * size)
+
+
+samples = st.lists(st.lists(st.integers(0, 1), max_size=12).map(sample), max_size=12)
+
+
+def total_loss(batches: list[TrainBatch], how: AlgorithmSection, losses: dict[int, list[float]]) -> float:
+    """What a backend adds up: `losses` are the token losses of a sample, by its identity."""
+    added = math.fsum(
+        batch.weights[index] * math.fsum(loss for loss, m in zip(losses[id(row)], row.loss_mask, strict=True) if m)
+        for batch in batches
+        for micro_batch in batch.micro_batches
+        for index in micro_batch
+        for row in [batch.samples[index]]
+    )
+    return grad_scale(batches, how) * added
+
+
+@examples
+@given(samples, st.integers(1, 30))
+def test_every_sample_is_packed_once_and_within_the_budget(rows: list[Sample], budget: int) -> None:
+    batch = pack(rows, algorithm("token_mean"), budget)
+    assert batch.samples == tuple(rows)
+    assert sorted(index for micro_batch in batch.micro_batches for index in micro_batch) == list(range(len(rows)))
+    for micro_batch in batch.micro_batches:
+        size = sum(len(rows[index].tokens) for index in micro_batch)
+        assert size <= budget or len(micro_batch) == 1
+
+
+@examples
+@given(samples, st.integers(1, 30))
+def test_no_two_neighbouring_micro_batches_would_fit_into_one(rows: list[Sample], budget: int) -> None:
+    sizes = [
+        sum(len(rows[index].tokens) for index in micro_batch)
+        for micro_batch in pack(rows, algorithm("token_mean"), budget).micro_batches
+    ]
+    assert all(one + two > budget for one, two in pairwise(sizes))
+
+
+def test_rows_of_similar_length_share_a_micro_batch() -> None:
+    rows = [sample([1] * (length - 1)) for length in (2, 7, 3, 8, 2)]
+    assert pack(rows, algorithm("token_mean"), 15).micro_batches == ((3, 1), (2, 0, 4))
+
+
+def test_a_row_longer_than_the_budget_stands_alone() -> None:
+    rows = [sample([1] * 3), sample([1] * 99), sample([1] * 3)]
+    assert pack(rows, algorithm("token_mean"), 8).micro_batches == ((1,), (0, 2))
+
+
+def test_nothing_to_pack_is_an_empty_batch() -> None:
+    batch = pack([], algorithm("token_mean"), 8)
+    assert batch.micro_batches == ()
+    assert grad_scale([batch], algorithm("token_mean")) == 1.0
+
+
+# one row with the trained token loss 4, one with three of 1; the untrained target's loss of 100 must not count
+WORKED = {
+    "token_mean": 7 / 4,
+    "sequence_mean_token_mean": (4 + 1) / 2,
+    "sequence_mean_token_sum": (4 + 3) / 2,
+    "token_sum": 7.0,
+    "constant": 7 / (2 * 10),
+}
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_worked_losses(aggregation: str) -> None:
+    short, long = sample([0, 1]), sample([0, 1, 1, 1])
+    losses = {id(short): [100.0, 4.0], id(long): [100.0, 1.0, 1.0, 1.0]}
+    how = algorithm(aggregation)
+    assert total_loss([pack([short, long], how, 64)], how, losses) == pytest.approx(WORKED[aggregation])
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "weights", "scale"),
+    [
+        ("token_mean", (1.0, 1.0), 1 / 4),
+        ("sequence_mean_token_mean", (1.0, 1 / 3), 1 / 2),
+        ("sequence_mean_token_sum", (1.0, 1.0), 1 / 2),
+        ("token_sum", (1.0, 1.0), 1.0),
+        ("constant", (1.0, 1.0), 1 / 20),
+    ],
+)
+def test_weights_and_scale_of_each_aggregation(aggregation: str, weights: tuple[float, ...], scale: float) -> None:
+    batch = pack([sample([0, 1]), sample([0, 1, 1, 1])], algorithm(aggregation), 64)
+    assert batch.weights == pytest.approx(weights)
+    assert grad_scale([batch], algorithm(aggregation)) == pytest.approx(scale)
+
+
+@examples
+@given(samples, st.sampled_from(AGGREGATIONS), st.integers(1, 30), st.integers(0, 12), st.randoms())
+def test_the_loss_of_a_step_does_not_depend_on_how_it_is_cut(
+    rows: list[Sample], aggregation: str, budget: int, at: int, rng: Any
+) -> None:
+    how = algorithm(aggregation)
+    losses = {id(row): [rng.uniform(-1, 1) for _ in row.loss_mask] for row in rows}
+    whole = total_loss([pack(rows, how, 1000)], how, losses)
+    cut = total_loss([pack(rows[:at], how, budget), pack(rows[at:], how, budget)], how, losses)
+    assert cut == pytest.approx(whole, abs=1e-10)
+
+
+def test_rows_of_all_trajectories_come_in_order_with_their_identity() -> None:
+    split = Trajectory((step([1], [2]), step([3], [4])), "solver", 1.0)
+    groups = [
+        TrajectoryGroup("a", "solver", (split, Trajectory((step([5], [6]),), "solver", 0.0)), group_id=3),
+        TrajectoryGroup("b", "solver", (Trajectory((step([7], [8]),), "solver", 0.5),), group_id=4),
+    ]
+    rows = to_samples(groups)
+    assert [row.tokens for row in rows] == [(1, 2), (3, 4), (5, 6), (7, 8)]
+    assert [(row.task_id, row.group_id, row.reward) for row in rows] == [
+        ("a", 3, 1.0), ("a", 3, 1.0), ("a", 3, 0.0), ("b", 4, 0.5),
+    ]  # fmt: skip
+
+
+def test_rows_with_nothing_to_train_are_left_out() -> None:
+    silent = Trajectory((step([1, 2], []),), reward=1.0)
+    assert to_samples([TrajectoryGroup("a", "agent", (silent, Trajectory((), reward=0.0)))]) == []

@@ -1,0 +1,194 @@
+"""Evaluation: the same tasks each time, failures counted as wrong, honest estimates."""
+
+from __future__ import annotations
+
+import random
+from fractions import Fraction
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fakes import FakeEngine, char_chat, episode
+from headrace.agents.completer import Model
+from headrace.agents.loop import AgentLoopManager
+from headrace.agents.workflow import single_turn
+from headrace.config import EvalSet, RolloutSection
+from headrace.data.episode import Episode, Step, Trajectory
+from headrace.data.task import Task
+from headrace.evaluator import Evaluator, bootstrap_interval, evaluation_metrics, pass_at_k, wilson_interval
+from headrace.judge.base import FunctionJudger
+
+TASKS = [Task(str(i), instruction=f"Say {word}.", answer=word) for i, word in enumerate(["a", "b", "ab", "ba"])]
+
+
+def says_the_answer(task: Task, text: str) -> bool:
+    return text == task.answer
+
+
+def a_letter(seed: int) -> str:
+    return random.Random(seed).choice("ab")
+
+
+def manager(engine: FakeEngine | None = None, run: Any = single_turn) -> AgentLoopManager:
+    return AgentLoopManager(run, engine or FakeEngine(a_letter), char_chat(), FunctionJudger(says_the_answer))
+
+
+def evaluator(tasks: list[Task] = TASKS, **section: Any) -> Evaluator:
+    rollout = RolloutSection(max_tokens=7, stop=("END",))
+    return Evaluator({"words": (EvalSet(tasks="words", **section), tasks)}, rollout, seed=5)
+
+
+# ---- estimates -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attempts", range(1, 8))
+def test_pass_at_k_is_the_share_of_subsets_with_a_success(attempts: int) -> None:
+    for correct in range(attempts + 1):
+        outcomes = [True] * correct + [False] * (attempts - correct)
+        for k in range(1, attempts + 1):
+            subsets = list(combinations(outcomes, k))
+            share = Fraction(sum(map(any, subsets)), len(subsets))
+            assert pass_at_k(attempts, correct, k) == pytest.approx(float(share), abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("successes", "trials", "low", "high"),
+    [  # Newcombe 1998, table I, score method without continuity correction
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+        (20, 20, 1 - 0.1611, 1.0),
+        (0, 0, 0.0, 1.0),
+    ],
+)
+def test_wilson_interval_has_the_published_values(successes: int, trials: int, low: float, high: float) -> None:
+    assert wilson_interval(successes, trials) == pytest.approx((low, high), abs=6e-5)
+
+
+def test_bootstrap_interval_holds_the_mean_and_is_the_same_each_time() -> None:
+    values = [0.0, 0.25, 0.5, 1.0] * 10
+    low, high = bootstrap_interval(values, seed=1)
+    assert 0.2 < low < np.mean(values) < high < 0.7
+    assert bootstrap_interval(values, seed=1) == (low, high)
+    assert bootstrap_interval([0.5] * 4) == (0.5, 0.5)
+
+
+# ---- metrics of episodes ---------------------------------------------------------------------------------------------
+
+
+def right(**fields: Any) -> Episode:
+    return episode(1.0, **fields)
+
+
+def wrong(**fields: Any) -> Episode:
+    return episode(0.0, **fields)
+
+
+def test_metrics_of_one_attempt() -> None:
+    metrics = evaluation_metrics([[right()], [wrong()], [wrong()], [right()]], attempts=1)
+    assert metrics["tasks"] == 4 and metrics["failed"] == 0
+    assert metrics["pass@1"] == metrics["avg@1"] == metrics["reward"] == 0.5
+    assert (metrics["pass@1_low"], metrics["pass@1_high"]) == wilson_interval(2, 4)
+    assert metrics["response_tokens"] == 3
+
+
+def test_metrics_of_several_attempts() -> None:
+    metrics = evaluation_metrics([[right(), wrong(), wrong()], [wrong(), wrong(), wrong()]], attempts=3)
+    assert {key for key in metrics if key.startswith("pass@") and "_" not in key} == {"pass@1", "pass@2", "pass@3"}
+    assert (metrics["pass@1"], metrics["avg@3"]) == pytest.approx((1 / 6, 1 / 6))
+    assert metrics["pass@2"] == pytest.approx((2 / 3) / 2)
+    assert metrics["pass@3"] == 0.5
+    assert (metrics["pass@1_low"], metrics["pass@1_high"]) == bootstrap_interval([1 / 3, 0.0])
+
+
+def test_a_failed_episode_is_wrong_whatever_it_says_and_is_counted() -> None:
+    metrics = evaluation_metrics([[right()], [right(error="broke", is_correct=True)]], attempts=1)
+    assert (metrics["tasks"], metrics["failed"], metrics["pass@1"], metrics["reward"]) == (2, 1, 0.5, 0.5)
+
+
+def test_correctness_goes_before_the_reward() -> None:
+    assert evaluation_metrics([[right(is_correct=False)]], 1)["pass@1"] == 0.0
+    assert evaluation_metrics([[wrong(is_correct=True)]], 1)["pass@1"] == 1.0
+    assert evaluation_metrics([[episode(0.99)]], 1)["pass@1"] == 0.0
+
+
+def test_metrics_are_also_given_per_source() -> None:
+    episodes = [[right(source="easy")], [right(source="easy")], [wrong(source="hard")], [right(source="hard")]]
+    metrics = evaluation_metrics(episodes, attempts=1)
+    assert (metrics["pass@1"], metrics["easy/pass@1"], metrics["hard/pass@1"]) == (0.75, 1.0, 0.5)
+    assert (metrics["easy/tasks"], metrics["hard/tasks"]) == (2, 2)
+    assert (metrics["hard/pass@1_low"], metrics["hard/pass@1_high"]) == wilson_interval(1, 2)
+
+
+def test_a_single_source_is_not_repeated() -> None:
+    assert not any("/" in key for key in evaluation_metrics([[right()]], attempts=1))
+
+
+# ---- whole evaluations -----------------------------------------------------------------------------------------------
+
+
+async def test_every_task_is_evaluated_the_given_number_of_times() -> None:
+    engine = FakeEngine(a_letter)
+    metrics = await evaluator(attempts=3).evaluate(manager(engine))
+    asked = [char_chat().decode(request.prompt_ids) for request in engine.requests]
+    assert {text: asked.count(text) for text in asked} == {
+        f"user\nSay {task.answer}.\nassistant\n": 3 for task in TASKS
+    }
+    assert metrics["eval/words/tasks"] == 4
+    assert metrics["eval/words/pass@3"] >= metrics["eval/words/pass@1"] > 0
+
+
+async def test_every_evaluation_draws_the_same_random_numbers() -> None:
+    first, second = FakeEngine(a_letter), FakeEngine(a_letter)
+    always = evaluator(attempts=2)
+    evaluated = [await always.evaluate(manager(engine)) for engine in (first, second, first)]
+    assert evaluated[0] == evaluated[1] == evaluated[2]
+    asked = [(request.prompt_ids, request.seed) for request in first.requests]
+    assert asked[:8] == asked[8:] == [(request.prompt_ids, request.seed) for request in second.requests]
+    assert len({seed for _, seed in asked}) == 8
+
+
+async def test_evaluating_leaves_the_worlds_random_numbers_alone() -> None:
+    random.seed(1)
+    np.random.seed(1)
+    before = random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index]
+    await evaluator(attempts=2).evaluate(manager())
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before  # type: ignore[index]
+
+
+async def test_a_task_that_breaks_is_wrong_and_counted_and_not_replaced() -> None:
+    async def run(task: Task, model: Model) -> None:
+        if task.id == "0":
+            raise RuntimeError("no such tool")
+        await model.chat(task.messages)
+
+    metrics = await evaluator().evaluate(manager(FakeEngine(lambda seed: "b"), run))
+    assert (metrics["eval/words/tasks"], metrics["eval/words/failed"]) == (4, 1)
+    assert metrics["eval/words/pass@1"] == 0.25
+
+
+async def test_a_reward_on_the_last_step_counts() -> None:
+    async def run(task: Task, model: Model) -> Trajectory:
+        return Trajectory((Step.from_model_output(await model.chat(task.messages), reward=1.0),))
+
+    metrics = await evaluator().evaluate(manager(run=run))
+    assert metrics["eval/words/pass@1"] == metrics["eval/words/reward"] == 1.0
+
+
+async def test_each_set_is_sampled_as_it_says() -> None:
+    engine = FakeEngine(a_letter)
+    await evaluator(temperature=0.5, max_tokens=3).evaluate(manager(engine))
+    await evaluator().evaluate(manager(engine))
+    asked = [(r.params.temperature, r.params.max_tokens, r.params.stop) for r in engine.requests]
+    assert asked == [(0.5, 3, ("END",))] * 4 + [(0.0, 7, ("END",))] * 4
+
+
+async def test_several_sets_are_reported_by_name_and_progress_is_told() -> None:
+    told: list[tuple[str, int, int]] = []
+    sets = {name: (EvalSet(tasks="words", attempts=2), TASKS[:2]) for name in ("one", "two")}
+    metrics = await Evaluator(sets, RolloutSection(), 0).evaluate(manager(), lambda *args: told.append(args))
+    assert {key.split("/")[1] for key in metrics} == {"one", "two"}
+    assert told == [(name, done, 4) for name in ("one", "two") for done in (1, 2, 3, 4)]

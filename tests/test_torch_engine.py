@@ -1,0 +1,376 @@
+"""The built-in engine passes the engine contract on both forwards, and does no more work than it must."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tiny
+from contracts.engine_contract import EngineContract, soon, submitted
+from headrace.engine.base import Generation, SamplingParams
+from headrace.engine.sampling import sample_tokens, uniforms
+from headrace.engine.torch_engine import TorchEngine
+from headrace.errors import ConfigError, EngineError
+from headrace.models.causal import PackedRows, build_causal_model
+from headrace.models.logprobs import target_logprobs
+
+
+class CountingModel:
+    """A model that counts what is asked of it, and fails once it is told to."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.prefills: list[tuple[int, ...]] = []
+        self.decodes: list[int] = []
+        self.broken = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def prefill(self, cache: Any, rows: PackedRows, slots: Sequence[int]) -> None:
+        self._fail_if_broken()
+        self.prefills.append(rows.lengths)
+        self._model.prefill(cache, rows, slots)
+
+    def decode(self, cache: Any, ids_B: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+        self._fail_if_broken()
+        self.decodes.append(len(lengths))
+        return self._model.decode(cache, ids_B, lengths)
+
+    def _fail_if_broken(self) -> None:
+        if self.broken:
+            raise RuntimeError("the forward went up in smoke")
+
+
+class TorchEngineContract(EngineContract):
+    family: str
+    row_block = 0
+    vocabulary = tiny.VOCABULARY
+
+    def setup_method(self) -> None:
+        torch.set_num_threads(1)
+        self.hf_model = tiny.tiny_model(self.family)
+        self.model = CountingModel(build_causal_model(self.hf_model))
+        self.model._model.row_block = self.row_block
+
+    def make_engine(self, **options: Any) -> TorchEngine:
+        return TorchEngine(self.model, detokenize=tiny.detokenize, **options)  # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def reference_logprobs(self, ids: Sequence[int]) -> np.ndarray:
+        logits = self.hf_model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0]
+        return torch.log_softmax(logits.double(), dim=-1).numpy()
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return tiny.detokenize(ids)
+
+    def change_weights(self) -> None:
+        tiny.randomise(self.hf_model, seed=99)
+
+    def break_model(self) -> str:
+        self.model.broken = True
+        return "went up in smoke"
+
+
+class TestFastPath(TorchEngineContract):
+    family = "llama"
+
+
+class TestFallback(TorchEngineContract):
+    family = "gpt2"
+    long = 100
+    draws = 400
+    others = 10
+
+
+# ---- work done ----------------------------------------------------------------------------------------------------
+
+
+Make = Callable[..., tuple[TorchEngine, CountingModel]]
+
+
+@pytest.fixture
+async def make() -> AsyncIterator[Make]:
+    """Engines with the counting models under them, closed at the end of the test."""
+    torch.set_num_threads(1)
+    engines: list[TorchEngine] = []
+
+    def make(model: Any = None, row_block: int = 0, **options: Any) -> tuple[TorchEngine, CountingModel]:
+        causal = build_causal_model(tiny.tiny_model("llama") if model is None else model)
+        causal.row_block = row_block
+        counting = CountingModel(causal)
+        engines.append(TorchEngine(counting, detokenize=tiny.detokenize, **options))  # type: ignore[arg-type]
+        return engines[-1], counting
+
+    yield make
+    for engine in engines:
+        await soon(engine.close())
+
+
+async def together(engine: TorchEngine, requests: Sequence[tuple[Sequence[int], int]]) -> list[Generation]:
+    """Generations of (prompt, max_tokens) that are all there before the first step."""
+    await engine.pause()
+    tasks = [
+        asyncio.ensure_future(engine.generate(prompt, SamplingParams(max_tokens=tokens), seed))
+        for seed, (prompt, tokens) in enumerate(requests)
+    ]
+    await submitted(engine, len(tasks))
+    await engine.resume()
+    return await soon(asyncio.gather(*tasks))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+async def test_the_prompt_of_a_group_is_prefilled_once(make: Make, family: str) -> None:
+    engine, model = make(tiny.tiny_model(family))
+    prompt, other = tiny.random_rows(20, 7)
+    await together(engine, [(prompt, 5)] * 6 + [(other, 5)] * 2)
+    assert model.prefills == [(19, 6)]  # the last token of a prompt goes into the first decoding step
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+async def test_who_joins_later_takes_the_prompt_from_who_has_it(make: Make, family: str) -> None:
+    engine, model = make(tiny.tiny_model(family), max_batch=2)
+    (prompt,) = tiny.random_rows(20)
+    await together(engine, [(prompt, 30)] + [(prompt, 3)] * 5)
+    assert model.prefills == [(19,)]
+
+
+@pytest.mark.parametrize("family", ["gemma2", "mistral_window", "mamba", "openai_gpt"])
+async def test_caches_that_cannot_be_cut_are_read_again(make: Make, family: str) -> None:
+    (prompt,) = tiny.random_rows(20)
+    requests = [(prompt, 20)] + [(prompt, 3)] * 5
+    few = await together(make(tiny.tiny_model(family), max_batch=2)[0], requests)
+    many = await together(make(tiny.tiny_model(family))[0], requests)
+    assert [g.completion_ids for g in few] == [g.completion_ids for g in many]
+
+
+async def test_every_step_serves_every_running_sequence(make: Make) -> None:
+    engine, model = make()
+    rows = tiny.random_rows(*range(1, 9))
+    await together(engine, [(row, 12) for row in rows])
+    assert model.decodes == [8] * 12
+    assert len(model.prefills) == 1
+
+
+async def test_a_free_place_is_taken_at_the_next_step(make: Make) -> None:
+    engine, model = make(max_batch=2)
+    rows = tiny.random_rows(4, 5, 6)
+    await together(engine, [(rows[0], 8), (rows[1], 20), (rows[2], 12)])
+    assert model.decodes == [2] * 20
+
+
+async def test_prompts_are_prefilled_within_the_budget(make: Make) -> None:
+    engine, model = make(prefill_tokens=25)
+    rows = tiny.random_rows(11, 12, 13, 60, 5)
+    await together(engine, [(row, 10) for row in rows])
+    assert model.prefills == [(10, 11), (12,), (59,), (4,)]  # a prompt above the budget goes alone
+
+
+async def test_a_crash_while_prefilling_reaches_the_callers(make: Make) -> None:
+    engine, model = make()
+    model.broken = True
+    with pytest.raises(EngineError, match="RuntimeError: the forward went up in smoke") as caught:
+        await soon(engine.generate([3, 4, 5], SamplingParams(), 1))
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+async def test_shared_weights_cannot_be_handed_over(make: Make) -> None:
+    engine, _ = make()
+    with pytest.raises(EngineError, match="shares the learner's weights"):
+        await engine.load_weights(1, {"weight": torch.zeros(1)})
+    assert engine.version == 0
+
+
+async def test_a_model_length_above_the_models_own_is_refused(make: Make) -> None:
+    with pytest.raises(ConfigError, match=f"max_model_length is 1000.*{tiny.LENGTH}"):
+        make(max_model_length=1000)
+
+
+async def test_stop_strings_need_a_tokenizer() -> None:
+    engine = TorchEngine(build_causal_model(tiny.tiny_model("llama")))
+    with pytest.raises(EngineError, match="need a tokenizer"):
+        await soon(engine.generate([3], SamplingParams(stop=("a",)), 1))
+    await engine.close()
+
+
+async def test_numpy_integers_are_token_ids(make: Make) -> None:
+    engine, _ = make()
+    prompt: Any = np.array([3, 4, 5])
+    made = await soon(engine.generate(prompt, SamplingParams(max_tokens=3), 1))
+    assert all(type(token) is int for token in made.prompt_ids)
+
+
+# ---- parity and independence --------------------------------------------------------------------------------------
+
+
+def random_requests(count: int, seed: int) -> list[tuple[list[int], SamplingParams]]:
+    """Prompts of all lengths at several temperatures."""
+    rng = random.Random(seed)
+    rows = tiny.random_rows(*(rng.randint(1, 30) for _ in range(count)), seed=seed)
+    return [
+        (row, SamplingParams(temperature=rng.choice([0.6, 1.0, 1.4]), max_tokens=rng.randint(1, 20))) for row in rows
+    ]
+
+
+async def generate_all(engine: TorchEngine, requests: Sequence[tuple[list[int], SamplingParams]]) -> list[Generation]:
+    return await soon(asyncio.gather(*(engine.generate(row, params, i) for i, (row, params) in enumerate(requests))))
+
+
+@torch.no_grad()
+def learner_logprobs(model: Any, generations: Sequence[Generation]) -> list[list[float]]:
+    """As the local backend does: packed rows of different lengths, one head over all targets."""
+    rows = [[*g.prompt_ids, *g.completion_ids] for g in generations]
+    counts = torch.tensor([len(row) - 1 for row in rows])
+    hidden_N = model.hidden(PackedRows.from_rows([row[:-1] for row in rows]))
+    targets_N = torch.tensor([token for row in rows for token in row[1:]])
+    temperatures_N = torch.tensor([g.temperature for g in generations]).repeat_interleave(counts)
+    logprobs_N, _ = target_logprobs(model, hidden_N, targets_N, temperatures_N, 256)
+    parts = logprobs_N.split(counts.tolist())
+    return [part[len(g.prompt_ids) - 1 :].tolist() for part, g in zip(parts, generations, strict=True)]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+async def test_every_sampled_token_has_the_logprob_that_the_learner_computes(make: Make, family: str) -> None:
+    engine, model = make(tiny.tiny_model(family), max_batch=16)
+    made = await generate_all(engine, random_requests(200, seed=1))
+    for start in range(0, 200, 20):
+        batch = made[start : start + 20]
+        for generation, want in zip(batch, learner_logprobs(model, batch), strict=True):
+            np.testing.assert_allclose(generation.logprobs, want, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+async def test_the_learner_samples_with_its_switches_elsewhere(make: Make, adapted: bool) -> None:
+    """Training mode, checkpointing and switched-off adapters are the learner's own affair."""
+    for family, targets in (("llama", ("q_proj", "down_proj", "lm_head")), ("gemma2", ("q_proj", "down_proj"))):
+        hf_model = tiny.tiny_model(family)
+        if adapted:
+            hf_model = tiny.add_lora(hf_model, *targets, dropout=0.5)
+        engine, model = make(hf_model)
+        requests = random_requests(10, seed=2)
+        made = await generate_all(engine, requests)
+        hf_model.train()
+        hf_model.gradient_checkpointing_enable()
+        for generation, want in zip(made, learner_logprobs(model, made), strict=True):
+            np.testing.assert_allclose(generation.logprobs, want, atol=1e-4, rtol=0)
+        if adapted:
+            with hf_model.disable_adapter():
+                assert await generate_all(engine, requests) == made
+                off = learner_logprobs(model, made[:1])[0]
+            assert np.abs(np.array(off) - made[0].logprobs).max() > 1e-2
+        assert await generate_all(engine, requests) == made
+
+
+@pytest.mark.parametrize("row_block", [0, 8])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "lora", "gpt2"])
+async def test_tokens_do_not_depend_on_the_batch(make: Make, family: str, row_block: int) -> None:
+    hf_model = tiny.tiny_model("llama" if family == "lora" else family)
+    if family == "lora":
+        hf_model = tiny.add_lora(hf_model, "q_proj", "gate_proj", "lm_head")
+    engine, _ = make(hf_model, row_block)
+    narrow, _ = make(hf_model, row_block, max_batch=3)
+    # 66 tokens and more: past where the cache is cut into pieces
+    watched = [(row, SamplingParams(max_tokens=66)) for row in tiny.random_rows(1, 2, 14, seed=5)]
+    crowd = random_requests(8 if family == "gpt2" else 25, seed=6)
+    alone = [await soon(engine.generate(row, params, i)) for i, (row, params) in enumerate(watched)]
+    in_crowd = (await generate_all(engine, [*watched, *crowd]))[:3]
+    in_turn = (await generate_all(narrow, [*watched, *crowd]))[:3]
+    for one, two, three in zip(alone, in_crowd, in_turn, strict=True):
+        assert one.completion_ids == two.completion_ids == three.completion_ids
+        if row_block or family == "gpt2":
+            assert one == two == three  # log-probabilities too, to the bit
+
+
+# ---- choosing tokens ----------------------------------------------------------------------------------------------
+
+
+def test_uniform_numbers_are_uniform_and_unrelated() -> None:
+    seeds, positions = np.meshgrid(np.arange(300), np.arange(300), indexing="ij")
+    draws = uniforms(seeds.ravel().tolist(), positions.ravel().tolist()).reshape(300, 300)
+    assert draws.min() >= 0 and draws.max() < 1
+    histogram = np.histogram(draws, 50, (0, 1))[0] / draws.size * 50
+    assert np.abs(histogram - 1).max() < 0.1
+    for shifted in (draws[1:] * draws[:-1], draws[:, 1:] * draws[:, :-1], draws[1:, 1:] * draws[:-1, :-1]):
+        assert abs(shifted.mean() - 0.25) < 0.005
+    assert len(np.unique(draws)) == draws.size
+
+
+def test_uniform_numbers_depend_on_seed_and_position_only() -> None:
+    together = uniforms([5, 6, 7], [0, 9, 3])
+    assert together.tolist() == [uniforms([s], [p])[0] for s, p in ((5, 0), (6, 9), (7, 3))]
+
+
+def choose(logits: Sequence[float] | torch.Tensor, seeds: int = 200, **params: Any) -> tuple[list[int], list[float]]:
+    """Tokens and their log-probabilities under many seeds."""
+    full = SamplingParams(**{"temperature": 1.0, "top_p": 1.0, "top_k": 0, **params})
+    logits_BV = torch.as_tensor(logits, dtype=torch.float32).expand(seeds, -1)
+    tokens, logprobs, _ = sample_tokens(logits_BV, [full] * seeds, list(range(seeds)), [0] * seeds)
+    return tokens, logprobs
+
+
+def test_top_k_keeps_k_even_among_equals() -> None:
+    tokens, logprobs = choose([1.0] * 10, top_k=3)
+    assert len(set(tokens)) == 3
+    np.testing.assert_allclose(logprobs, np.log(1 / 3), atol=1e-6)
+
+
+def test_top_p_keeps_the_token_that_crosses_it() -> None:
+    probabilities = torch.tensor([0.5, 0.3, 0.15, 0.05])
+    assert set(choose(probabilities.log(), top_p=0.49)[0]) == {0}
+    assert set(choose(probabilities.log(), top_p=0.51)[0]) == {0, 1}
+    assert set(choose(probabilities.log(), top_p=0.96)[0]) == {0, 1, 2, 3}
+    assert set(choose(probabilities.log(), top_p=1e-9)[0]) == {0}
+
+
+def test_top_p_is_a_share_of_what_top_k_left() -> None:
+    probabilities = torch.tensor([0.4, 0.2, 0.2, 0.1, 0.1])
+    assert set(choose(probabilities.log(), top_k=2, top_p=0.6)[0]) == {0}  # 0.4 is two thirds of 0.6
+
+
+def test_a_nucleus_may_be_wider_than_the_first_guess() -> None:
+    logits_V = torch.linspace(0, -0.1, 5000)
+    tokens, logprobs = choose(logits_V, seeds=500, top_p=0.9)
+    probabilities = logits_V.softmax(0)
+    size = int((probabilities.cumsum(0) - probabilities < 0.9).sum())
+    assert 4000 < max(tokens) < size
+    kept = probabilities[:size].log() - probabilities[:size].sum().log()
+    np.testing.assert_allclose(logprobs, kept[tokens], atol=1e-4)
+
+
+def test_tiny_temperatures_are_nearly_greedy_and_finite() -> None:
+    tokens, logprobs = choose([0.0, 3.0, 2.9], temperature=1e-4)
+    assert set(tokens) == {1}
+    assert np.isfinite(logprobs).all()
+
+
+def test_impossible_tokens_are_never_chosen() -> None:
+    tokens, _ = choose([float("-inf"), 0.0, float("-inf"), 0.0, float("-inf")], seeds=500)
+    assert set(tokens) == {1, 3}
+
+
+@pytest.mark.parametrize("stop", ["\n\n", ("",), ("a", "")])
+def test_stop_strings_that_would_stop_everything_are_refused(stop: Any) -> None:
+    with pytest.raises(ConfigError, match="stop must be a tuple of strings"):
+        SamplingParams(stop=stop)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("top_k", -1),
+        ("max_tokens", 0),
+    ],
+)
+def test_parameters_out_of_range_are_refused(name: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=f"{name} must be .*got {value}"):
+        SamplingParams(**{name: value})  # type: ignore[arg-type]
