@@ -1,22 +1,27 @@
 """Make the bundled model: a small Llama that has read attempts at Countdown of mixed quality.
 
-    python scripts/make_bundled_model.py [--steps 3000] [--work runs] [--out src/headrace/models/bundled]
+    python scripts/make_bundled_model.py [--work runs/bundled] [--out src/headrace/models/bundled]
 
 It builds a tokenizer and random weights, then trains them with Headrace's own supervised objective on generated
-text. The result can solve Countdown when it works step by step, and mostly guesses instead, so that reinforcement
-learning has something to improve. Takes about half an hour on two cores; the seed makes it reproducible.
+text: first attempts at the problem, then also problems that ask for a search, and questions whether an expression
+makes a number. The result can solve Countdown when it searches step by step, and mostly guesses instead, so that
+reinforcement learning has something to improve. Takes about half an hour on two cores.
 """
 
 from __future__ import annotations
 
 import argparse
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from headrace.checkpoint import list_checkpoints
+from headrace.config import RunConfig
 from headrace.data.countdown import countdown_demonstrations
 from headrace.runfile import build_config
 from headrace.trainer import UnifiedTrainer
@@ -26,6 +31,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 VOCABULARY, HIDDEN, LAYERS, HEADS, INNER = 512, 128, 4, 4, 384
+BATCH = 96
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -62,66 +68,76 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalL
         max_position_embeddings=1024,
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.convert_tokens_to_ids("<|im_end|>"),  # type: ignore[arg-type]
+        pad_token_id=tokenizer.convert_tokens_to_ids("<|endoftext|>"),  # type: ignore[arg-type]
     )
     return LlamaForCausalLM(config)
 
 
+@dataclass(frozen=True)
+class Phase:
+    """One stretch of supervised training."""
+
+    name: str
+    steps: int
+    lr: float
+    data: dict[str, float]
+
+
+PHASES = (
+    Phase("search", 2000, 2e-3, {"careful": 0.3}),
+    Phase("hints", 600, 5e-4, {"careful": 0.3, "hinted": 0.2, "checks": 0.15}),
+)
+
+
 def main() -> None:
-    """Build, train, export in bfloat16."""
+    """Build, train phase after phase, export in bfloat16."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--batch", type=int, default=96)
-    parser.add_argument("--careful", type=float, default=0.3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--work", type=Path, default=Path("runs"))
+    parser.add_argument(
+        "--work", type=Path, default=Path("runs/bundled"), help="finished phases in it are not repeated"
+    )
     parser.add_argument("--out", type=Path, default=Path("src/headrace/models/bundled"))
     args = parser.parse_args()
-    start = args.work / "bundled-start"
-    tokenizer = make_tokenizer()
-    make_model(tokenizer, args.seed).save_pretrained(start)
-    tokenizer.save_pretrained(start)
-    config = build_config(
+    folder = args.work / "start"
+    if not folder.exists():
+        tokenizer = make_tokenizer()
+        make_model(tokenizer, args.seed).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    for phase in PHASES:
+        if not (args.work / phase.name / "finished").exists():
+            UnifiedTrainer(phase_config(phase, folder, args.work, args.seed)).fit()
+        trained = args.work / f"{phase.name}-model"
+        export(args.work / phase.name, folder, trained, torch.float32)
+        folder = trained
+    export(args.work / PHASES[-1].name, folder, args.out, torch.bfloat16)
+
+
+def phase_config(phase: Phase, model: Path, work: Path, seed: int) -> RunConfig:
+    """The run of one phase."""
+    held_out = {"tasks": "countdown", "args": {"split": "test", "count": 200}, "temperature": 1.0}
+    return build_config(
         {
-            "run": {"name": "bundled-sft", "dir": str(args.work), "seed": args.seed},
-            "model": {"name": str(start)},
-            "data": {
-                "tasks": "countdown_demonstrations",
-                "args": {"count": args.steps * args.batch, "careful": args.careful},
-            },
+            "run": {"name": phase.name, "dir": str(work), "seed": seed},
+            "model": {"name": str(model)},
+            "data": {"tasks": "countdown_demonstrations", "args": {"count": phase.steps * BATCH, **phase.data}},
             "algorithm": {"objective": "sft"},
             "workflow": {"judger": "countdown"},
             "rollout": {"max_tokens": 100},
-            "optimizer": {"lr": 2e-3, "schedule": "cosine", "warmup_steps": 50, "weight_decay": 0.01},
-            "trainer": {"steps": args.steps, "batch_size": args.batch, "save_every": 250},
-            "eval": {
-                "every": 250,
-                "sets": {
-                    "countdown": {
-                        "tasks": "countdown",
-                        "args": {"split": "test", "count": 200},
-                        "temperature": 1.0,
-                    }
-                },
-            },
+            "optimizer": {"lr": phase.lr, "schedule": "cosine", "warmup_steps": 50, "weight_decay": 0.01},
+            "trainer": {"steps": phase.steps, "batch_size": BATCH, "save_every": 250},
+            "eval": {"every": 250, "sets": {"countdown": held_out}},
         }
     )
-    result = UnifiedTrainer(config).fit()
-    export(result.run_dir, start, args.out)
 
 
-def export(run_dir: Path, start: Path, out: Path) -> None:
-    """The newest checkpoint as a model folder, rounded to bfloat16."""
-    from safetensors.torch import load_file
-
-    from headrace.checkpoint import list_checkpoints
-
-    model = LlamaForCausalLM.from_pretrained(start)
+def export(run_dir: Path, architecture: Path, out: Path, dtype: torch.dtype) -> None:
+    """The newest checkpoint of a run as a model folder."""
+    model = LlamaForCausalLM.from_pretrained(architecture)
     model.load_state_dict(load_file(list_checkpoints(run_dir)[-1] / "weights.safetensors"), strict=False)
     shutil.rmtree(out, ignore_errors=True)
-    model.to(torch.bfloat16).save_pretrained(out)  # type: ignore[arg-type]
-    PreTrainedTokenizerFast.from_pretrained(start).save_pretrained(out)
+    model.to(dtype).save_pretrained(out)  # type: ignore[arg-type]
+    PreTrainedTokenizerFast.from_pretrained(architecture).save_pretrained(out)
 
 
 if __name__ == "__main__":

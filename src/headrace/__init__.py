@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from headrace.agents.completer import Model
-    from headrace.agents.workflow import Workflow
+    from headrace.agents.workflow import Workflow, self_distill
     from headrace.config import RunConfig
     from headrace.data.episode import Episode, ModelOutput, Step, Trajectory, TrajectoryGroup
     from headrace.data.sample import Sample, TrainBatch
@@ -39,12 +39,13 @@ _HOME = {
     "Workflow": "headrace.agents.workflow",
     "load_config": "headrace.runfile",
     "register": "headrace.registry",
+    "self_distill": "headrace.agents.workflow",
 }
 
 __all__ = [
     "Episode", "HeadraceError", "Judger", "Model", "ModelOutput", "RunConfig", "RunResult", "Sample", "Step", "Task",
     "TrainBatch", "Trajectory", "TrajectoryGroup", "UnifiedTrainer", "Verdict", "Workflow", "__version__",
-    "load_config", "register",
+    "load_config", "register", "self_distill",
 ]  # fmt: skip
 
 

@@ -45,7 +45,9 @@ async def save_checkpoint(run_dir: Path, state: TrainerState, backend: Backend, 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
     """Whole checkpoints, oldest first."""
-    return sorted(p for p in (run_dir / "checkpoints").glob(f"{_PREFIX}*") if (p / "trainer.json").is_file())
+    found = {p.name.removeprefix(_PREFIX): p for p in (run_dir / "checkpoints").glob(f"{_PREFIX}*")}
+    whole = {int(step): p for step, p in found.items() if step.isdecimal() and (p / "trainer.json").is_file()}
+    return [whole[step] for step in sorted(whole)]
 
 
 async def load_checkpoint(folder: Path, backend: Backend) -> TrainerState:

@@ -34,6 +34,10 @@ class EngineError(HeadraceError, RuntimeError):
     """The rollout engine failed or was asked for what it cannot do."""
 
 
+class PromptTooLongError(EngineError):
+    """A prompt leaves no room for a reply. It ends its episode, not the run; a workflow may catch it."""
+
+
 class BackendError(HeadraceError, RuntimeError):
     """The training backend failed or was asked for what it cannot do."""
 

@@ -11,6 +11,7 @@ import numpy as np
 from headrace.agents.loop import AgentLoopManager
 from headrace.config import EvalSet, RolloutSection
 from headrace.data.episode import Episode
+from headrace.data.seeds import derive_seed
 from headrace.data.task import Task
 from headrace.engine.base import SamplingParams
 
@@ -52,6 +53,7 @@ class Evaluator:
             max_tokens=section.max_tokens or self._rollout.max_tokens,
             stop=self._rollout.stop,
         )
+        seed = derive_seed("eval", name, self._seed)  # what is trained, and other sets, draw other numbers
         done = 0
 
         def count(_: Episode) -> None:
@@ -64,7 +66,7 @@ class Evaluator:
             running = [
                 group.create_task(
                     # group_id is the task's place in the list: every evaluation draws the same random numbers
-                    manager.roll_out_group(task, index, section.attempts, self._seed, sampling, count)
+                    manager.roll_out_group(task, index, section.attempts, seed, sampling, count)
                 )
                 for index, task in enumerate(tasks)
             ]

@@ -85,6 +85,11 @@ def register(kind: str, name: str, target: Any) -> None:
     _registered[kind, name] = target
 
 
+def builtin(kind: str) -> dict[str, str]:
+    """What Headrace itself brings for `kind`: name to "module:object"."""
+    return dict(_BUILTIN[kind])
+
+
 def names(kind: str) -> list[str]:
     """Every name known for `kind`, sorted."""
     found = set(_BUILTIN.get(kind, {})) | {name for k, name in _registered if k == kind}
@@ -111,9 +116,9 @@ def resolve(kind: str, name: str) -> Any:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """`, did you mean "x"?` for the closest known word, or nothing."""
+    """` (did you mean "x"?)` for the closest known word, or nothing."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f', did you mean "{close[0]}"?' if close else ""
+    return f' (did you mean "{close[0]}"?)' if close else ""
 
 
 def load_object(path: str) -> Any:

@@ -38,19 +38,29 @@ def mark_finished(run_dir: Path, summary: dict[str, float]) -> None:
 
 
 class _RunLog(logging.FileHandler):
-    """Leaves the logger when it is closed: a closed handler that stayed would open its file again for the next run."""
+    """Takes Headrace's logger over until it is closed, and gives it back as it was.
+
+    A closed handler that stayed would open its file again for the next run.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        logger = logging.getLogger("headrace")
+        self._before = (logger.level, logger.propagate)
+        logger.addHandler(self)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
 
     def close(self) -> None:
-        logging.getLogger("headrace").removeHandler(self)
+        logger = logging.getLogger("headrace")
+        if self in logger.handlers:  # the logging module closes every handler once more at exit
+            logger.removeHandler(self)
+            level, logger.propagate = self._before
+            logger.setLevel(level)
         super().close()
 
 
 def log_to_file(run_dir: Path) -> logging.Handler:
     """Send Headrace's log to log.txt; returns the handler, to be closed at the end."""
-    handler = _RunLog(run_dir / "log.txt")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    logger = logging.getLogger("headrace")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
-    return handler
+    return _RunLog(run_dir / "log.txt")

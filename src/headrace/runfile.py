@@ -6,8 +6,8 @@ import copy
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -27,7 +27,7 @@ def build_config(values: dict[str, Any], overrides: Sequence[str] = (), where: s
     """Validate nested values with overrides laid over them."""
     values = copy.deepcopy(values)  # overrides are laid over the caller's values, not written into them
     for key, text in parse_overrides(overrides):
-        _lay_over(values, key, _parse_value(text))
+        _lay_over(values, key, _parse_value(text, _annotation_at(key.split("."))))
     try:
         config = RunConfig.model_validate(values)
         check_combinations(config)
@@ -76,11 +76,24 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"cannot read {path}: {error}") from None
 
 
-def _parse_value(text: str) -> Any:
+def _parse_value(text: str, annotation: Any) -> Any:
+    """The TOML value that the text is or, where the setting is a text, the text as it stands: 7 is a name too."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
-        return text  # a bare word is a string
+        value = text  # a bare word is a string
+    if get_origin(annotation) is tuple and _is_text(get_args(annotation)[0]) and not isinstance(value, list):
+        return [value if isinstance(value, str) else text]
+    return text if _is_text(annotation) and not isinstance(value, str) else value
+
+
+def _is_text(annotation: Any) -> bool:
+    options = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    return all(
+        option in (str, Path, NoneType)
+        or (get_origin(option) is Literal and all(isinstance(word, str) for word in get_args(option)))
+        for option in options
+    )
 
 
 def _lay_over(values: dict[str, Any], key: str, value: Any) -> None:
@@ -110,24 +123,30 @@ def _explain(error: ValidationError) -> Iterator[str]:
 
 
 def _nearest_key(location: tuple[int | str, ...]) -> str:
-    known = _keys_at(RunConfig, [str(part) for part in location[:-1]])
+    section = _annotation_at([str(part) for part in location[:-1]])
+    known = list(section.model_fields) if _is_section(section) else []
     close = nearest(str(location[-1]), known)
     if close:
         return close
     elsewhere = [path for path, _ in field_paths() if path.rsplit(".", 1)[-1] == location[-1]]
     if elsewhere:
-        return f', did you mean "{elsewhere[0]}"?'
+        return f' (did you mean "{elsewhere[0]}"?)'
     return f"; known here: {', '.join(known)}" if known else ""
 
 
-def _keys_at(model: Any, path: list[str]) -> list[str]:
+def _annotation_at(path: Sequence[str]) -> Any:
+    """What the configuration wants at a path: a section, a type, or Any where it does not say."""
+    found: Any = RunConfig
     for part in path:
-        if isinstance(model, type) and issubclass(model, BaseModel):
-            if part not in model.model_fields:
-                return []
-            model = model.model_fields[part].annotation
-            if get_origin(model) in (Union, UnionType):
-                model = next((a for a in get_args(model) if isinstance(a, type) and issubclass(a, BaseModel)), model)
-        elif get_origin(model) is dict:
-            model = get_args(model)[1]
-    return list(model.model_fields) if isinstance(model, type) and issubclass(model, BaseModel) else []
+        if get_origin(found) in (Union, UnionType):
+            found = next((option for option in get_args(found) if _is_section(option)), found)
+        if _is_section(found):
+            field = found.model_fields.get(part) or found.model_fields.get(part.replace("-", "_"))
+            found = field.annotation if field else Any
+        else:
+            found = get_args(found)[1] if get_origin(found) is dict else Any
+    return found
+
+
+def _is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)

@@ -139,10 +139,9 @@ class UnifiedTrainer:
                 task, group_id, section.group_size, self.config.run.seed, sampling
             )
             finished = self._buffer.add(group_id, episodes)
+            self._coordinator.settled(failed=finished.failed, filtered=finished.filtered)
             if finished.dropped_because is None:
-                self._coordinator.settled(failed=finished.failed)
                 return
-            self._coordinator.settled(failed=finished.failed, filtered=len(episodes) - finished.failed)
             if replaced == self.config.filters.most_replacements - 1:
                 raise _nothing_to_train(finished, replaced + 1)
             task = self._parts.sampler.next_task()
@@ -194,13 +193,13 @@ class UnifiedTrainer:
             metrics.merge(await backend.forward_backward(batch, algorithm))
         rate = learning_rate(self._step + 1, config.trainer.steps, config.optimizer)
         metrics.merge(await backend.optim_step(rate, prepared.grad_scale))
-        self._coordinator.settled(trained=sum(len(item.episodes) - item.failed for item in finished))
+        self._coordinator.settled(trained=sum(item.kept for item in finished))
         self._skipped_in_a_row = 0
         return metrics
 
     def _skip(self, finished: list[FinishedGroup], prepared: Prepared) -> None:
         """Nothing in the batch can be trained: no update, and another batch in its place."""
-        self._coordinator.settled(filtered=sum(len(item.episodes) - item.failed for item in finished))
+        self._coordinator.settled(filtered=sum(item.kept for item in finished))
         self._coordinator.skipped()
         self._published.set()
         why = {key: value for key, value in prepared.metrics.reduce().items() if value}

@@ -11,6 +11,7 @@ from headrace.engine.base import Generation
 from headrace.errors import DataError, ModelError, boundary
 
 _THINK_OPEN, _THINK_CLOSE = "<think>", "</think>"
+_TAIL = 16  # tokens, enough to hold _THINK_OPEN however it is split
 
 
 class ChatTemplate:
@@ -59,7 +60,7 @@ class ChatTemplate:
         text = self.decode(generation.completion_ids)
         cut = min((at for at in (text.find(word) for word in stop) if at >= 0), default=len(text))
         text = text[:cut]
-        reasoning, content = _split_reasoning(text)
+        reasoning, content = _split_reasoning(text, self._opens_thinking(generation.prompt_ids))
         return ModelOutput(
             text=text,
             content=content,
@@ -96,6 +97,11 @@ class ChatTemplate:
             raise DataError("a demonstration needs at least one assistant message, and this conversation has none")
         return steps
 
+    def _opens_thinking(self, prompt_ids: Sequence[Any]) -> bool:
+        """Whether the template itself began the reply's reasoning."""
+        tail = [token for token in prompt_ids[-_TAIL:] if isinstance(token, int)]
+        return self._tokenizer.decode(tail).rstrip("\n").endswith(_THINK_OPEN)
+
     def _sampled_end(self, output: ModelOutput) -> str:
         """Text of the special token (end of sequence or of turn) that the reply ends with; nothing if it was cut."""
         last = output.completion_ids[-1:]
@@ -106,8 +112,8 @@ class ChatTemplate:
             return self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generate)
 
 
-def _split_reasoning(text: str) -> tuple[str | None, str]:
-    if not text.lstrip().startswith(_THINK_OPEN) or _THINK_CLOSE not in text:
+def _split_reasoning(text: str, opened: bool) -> tuple[str | None, str]:
+    if not (opened or text.lstrip().startswith(_THINK_OPEN)) or _THINK_CLOSE not in text:
         return None, text
     thought, _, content = text.partition(_THINK_CLOSE)
     return thought.lstrip().removeprefix(_THINK_OPEN).strip("\n"), content.lstrip("\n")

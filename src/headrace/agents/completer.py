@@ -6,13 +6,12 @@ tokenised again. A history that was changed (compaction, stripped thinking) star
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from headrace.agents.chat import ChatTemplate
-from headrace.data.episode import FinishReason, ModelOutput, Step, Trajectory
+from headrace.data.episode import FinishReason, ModelOutput, OwnedMessages, Step, Trajectory
 from headrace.data.seeds import derive_seed
 from headrace.data.task import Message
 from headrace.engine.base import RolloutEngine, SamplingParams
@@ -27,8 +26,8 @@ class Model:
         self._sampling = sampling
         self._seed = seed
         self._calls = 0
-        self._steps: dict[str, list[Step]] = {}
-        self._last: dict[str, tuple[tuple[Message, ...], ModelOutput]] = {}
+        # by role and number, in the order in which the calls began; None until the answer is there
+        self._answered: dict[str, dict[int, tuple[ModelOutput, Step] | None]] = {}
         self.diverged_prefixes = 0
 
     async def chat(self, messages: Sequence[Message], role: str = "agent", **sampling: Any) -> ModelOutput:
@@ -39,29 +38,36 @@ class Model:
         if isinstance(sampling.get("stop"), str):
             sampling["stop"] = (sampling["stop"],)
         params = replace(self._sampling, **sampling)
-        history = copy.deepcopy(tuple(messages))  # at once: the workflow may change its list while the model answers
-        prompt_ids = self._prompt_ids(role, history)
-        seed = derive_seed(self._seed, self._calls)
-        self._calls += 1
-        generation = await self._engine.generate(prompt_ids, params, seed)
-        output = self._template.parse(generation, stop=params.stop or ())
-        self._last[role] = (history, output)
-        self._steps.setdefault(role, []).append(Step.from_model_output(output, history))
+        history = OwnedMessages.copy_of(messages)  # at once: the workflow may change its list while the model answers
+        answered = self._answered.setdefault(role, {})
+        prompt_ids = self._prompt_ids(answered, history)
+        call, self._calls = self._calls, self._calls + 1
+        answered[call] = None  # its place: of calls side by side, a late answer stands where it was asked for
+        try:
+            generation = await self._engine.generate(prompt_ids, params, derive_seed(self._seed, call))
+            output = replace(self._template.parse(generation, stop=params.stop or ()), call=call)
+        except BaseException:
+            del answered[call]  # the conversation goes on from the answer before
+            raise
+        answered[call] = (output, Step.from_model_output(output, history))
         return output
 
     def trajectories(self, reward: float | None = None) -> list[Trajectory]:
-        """One trajectory per role, of the calls made so far."""
-        return [Trajectory(steps=tuple(steps), name=name, reward=reward) for name, steps in self._steps.items()]
+        """One trajectory per role, of the calls answered so far, in the order in which they were made."""
+        steps = {role: tuple(pair[1] for pair in calls.values() if pair) for role, calls in self._answered.items()}
+        return [Trajectory(made, role, reward) for role, made in steps.items() if made]
 
     def demonstrate(self, messages: Sequence[Message]) -> list[Step]:
         """Steps whose responses are the assistant turns of a given conversation: nothing is sampled."""
         return self._template.demonstration(messages)
 
-    def _prompt_ids(self, role: str, messages: tuple[Message, ...]) -> tuple[int, ...]:
-        if role not in self._last:
+    def _prompt_ids(
+        self, answered: dict[int, tuple[ModelOutput, Step] | None], messages: OwnedMessages
+    ) -> tuple[int, ...]:
+        if not answered:
             return self._template.render(messages)
-        before, output = self._last[role]
-        extended = self._template.extend(before, output, messages)
+        last = next(reversed(answered.values()))
+        extended = self._template.extend(last[1].messages, last[0], messages) if last else None
         if extended is None:
             self.diverged_prefixes += 1
             return self._template.render(messages)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
+import math
 import os
 import sysconfig
 import traceback
@@ -14,12 +16,12 @@ from typing import Any
 
 from headrace.agents.chat import ChatTemplate
 from headrace.agents.completer import Model
-from headrace.agents.workflow import Outcome, RunFunction
-from headrace.data.episode import Episode, FinishReason, TerminationReason, Trajectory
+from headrace.agents.workflow import Outcome, RunFunction, is_no_room, until_no_room
+from headrace.data.episode import Episode, FinishReason, TerminationReason, Trajectory, is_number
 from headrace.data.seeds import derive_seed
 from headrace.data.task import Task
 from headrace.engine.base import RolloutEngine, SamplingParams
-from headrace.errors import EngineError, WorkflowError
+from headrace.errors import EngineError, PromptTooLongError, WorkflowError
 from headrace.judge.base import Judger
 
 log = logging.getLogger("headrace")
@@ -63,7 +65,7 @@ class AgentLoopManager:
         self, task: Task, group_id: int, count: int, seed: int, sampling: SamplingParams,
         on_episode: Callable[[Episode], None] | None = None,
     ) -> list[Episode]:  # fmt: skip
-        """`count` rollouts of one task. Seeds depend on (seed, group_id, rollout_idx) only."""
+        """`count` rollouts of one task. Their seeds depend on (seed, group_id, rollout_idx) only."""
 
         async def one(index: int) -> Episode:
             spec = RolloutSpec(task, group_id, index, derive_seed(seed, group_id, index))
@@ -77,13 +79,17 @@ class AgentLoopManager:
         return [task.result() for task in tasks]
 
     async def roll_out(self, spec: RolloutSpec, sampling: SamplingParams) -> Episode:
-        """One episode, judged. User failures and time-outs come back as failed episodes; engine failures are raised."""
+        """One episode, judged. User failures and time-outs come back as failed episodes; engine failures are raised.
+
+        A prompt that outgrows the model ends the episode; it has failed only if nothing was said before.
+        """
         async with self._places:
             model = Model(self._engine, self._chat, sampling, spec.seed)
             deadline = asyncio.timeout(self._timeout_s)
             try:
                 async with deadline:
-                    outcome = await self._run(spec.task, model)
+                    own = copy.deepcopy(spec.task)  # a workflow that changes its task changes no sibling's
+                    outcome = await until_no_room(self._run, own, model)
                     episode = _to_episode(outcome, model, spec)
                     return await self._judge(spec.task, episode)
             except (Exception, asyncio.CancelledError) as error:
@@ -92,18 +98,22 @@ class AgentLoopManager:
                     return _failed(spec, model, TerminationReason.TIMEOUT, f"took longer than {self._timeout_s:g} s")
                 # user code: the episode fails, its siblings and the run go on
                 log.warning("episode of task %s failed: %s", spec.task.id, _user_line(error))
-                return _failed(spec, model, TerminationReason.ERROR, f"{type(error).__name__}: {error}")
+                reason = TerminationReason.LENGTH if is_no_room(error) else TerminationReason.ERROR
+                return _failed(spec, model, reason, f"{type(error).__name__}: {error}")
 
     async def _judge(self, task: Task, episode: Episode) -> Episode:
-        if episode.failed or all(t.final_reward is not None for t in episode.trajectories):
+        if episode.failed:
+            return episode
+        _require_finite_rewards(episode)
+        if all(t.final_reward is not None for t in episode.trajectories):
             return episode
         if self._judger is None and (not self._rewards_needed or _brings_advantages(episode)):
             return episode
         if self._judger is None:
-            raise WorkflowError(
-                "the workflow returned no reward and the run has no judger; return a number or set workflow.judger"
-            )
+            raise _no_reward(episode)
         verdict = await self._judger.judge(task, episode)
+        if not math.isfinite(verdict.reward):
+            raise WorkflowError(f"the judger gave the reward {verdict.reward}; a reward must be a finite number")
         trajectories = tuple(
             replace(t, reward=verdict.reward if t.final_reward is None else t.final_reward)
             for t in episode.trajectories
@@ -118,6 +128,26 @@ def _brings_advantages(episode: Episode) -> bool:
     """Whether a workflow or its teacher says all that training needs to know."""
     steps = [step for trajectory in episode.trajectories for step in trajectory.steps]
     return all(step.advantage is not None or step.teacher_messages is not None for step in steps)
+
+
+def _require_finite_rewards(episode: Episode) -> None:
+    for trajectory in episode.trajectories:
+        for reward in (trajectory.reward, *(step.reward for step in trajectory.steps)):
+            if reward is not None and not math.isfinite(reward):
+                raise WorkflowError(
+                    f'the workflow gave role "{trajectory.name}" the reward {reward}; a reward must be a finite number'
+                )
+
+
+def _no_reward(episode: Episode) -> WorkflowError:
+    if episode.termination == TerminationReason.LENGTH:
+        return WorkflowError(
+            "the episode ended by its length without a reward, and the run has no judger; set workflow.judger, or "
+            "catch PromptTooLongError in the workflow and return a number"
+        )
+    return WorkflowError(
+        "the workflow returned no reward and the run has no judger; return a number or set workflow.judger"
+    )
 
 
 def _to_episode(outcome: Outcome, model: Model, spec: RolloutSpec) -> Episode:
@@ -142,8 +172,10 @@ def _to_episode(outcome: Outcome, model: Model, spec: RolloutSpec) -> Episode:
 
 
 def _to_trajectories(outcome: Outcome, model: Model) -> list[Trajectory]:
-    if outcome is None or isinstance(outcome, int | float):
-        return model.trajectories(None if outcome is None else float(outcome))
+    if outcome is None:
+        return model.trajectories()
+    if is_number(outcome):
+        return model.trajectories(float(outcome))  # type: ignore[arg-type]
     found: Sequence[Any] = outcome if isinstance(outcome, list) else [outcome]
     wrong = [type(item).__name__ for item in found if not isinstance(item, Trajectory)]
     if wrong:
@@ -169,8 +201,8 @@ def _failed(spec: RolloutSpec, model: Model, reason: TerminationReason, error: s
 
 
 def _raise_if_not_the_users(error: BaseException) -> None:
-    """Raise what no user code is to blame for: the engine's failure, and being cancelled from outside."""
-    if isinstance(error, EngineError):
+    """Raise what ends more than the episode: the engine's failure, and being cancelled from outside."""
+    if isinstance(error, EngineError) and not isinstance(error, PromptTooLongError):
         raise error
     if isinstance(error, BaseExceptionGroup):  # of a TaskGroup in the workflow
         for inner in error.exceptions:

@@ -10,14 +10,14 @@ import functools
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsFloat
 
 from headrace.agents.completer import Model
-from headrace.data.episode import Episode, Step, Trajectory
+from headrace.data.episode import Episode, Step, TerminationReason, Trajectory, is_number
 from headrace.data.task import Message, Task
-from headrace.errors import ConfigError, DataError
+from headrace.errors import ConfigError, DataError, PromptTooLongError
 
-Outcome = Episode | Trajectory | list[Trajectory] | float | int | bool | None
+Outcome = Episode | Trajectory | list[Trajectory] | SupportsFloat | None
 RunFunction = Callable[[Task, Model], Awaitable[Outcome]]
 
 
@@ -68,8 +68,8 @@ def self_distill(teacher_messages: Callable[[Task, Step], Sequence[Message]]) ->
     def decorate(run: RunFunction) -> RunFunction:
         @functools.wraps(run)
         async def distilled(*args: Any) -> Outcome:
-            outcome = await run(*args)
-            task, model = args[-2:]  # a method has self before them
+            *owner, task, model = args  # a method has self before them
+            outcome = await until_no_room(functools.partial(run, *owner), task, model)
             return _with_teacher_prompts(outcome, task, model, teacher_messages)
 
         return distilled
@@ -88,7 +88,27 @@ def _with_teacher_prompts(outcome: Outcome, task: Task, model: Model, prompt: An
         return prompted(outcome)
     if isinstance(outcome, list):
         return [prompted(trajectory) for trajectory in outcome]
-    return [prompted(t) for t in model.trajectories(None if outcome is None else float(outcome))]
+    if outcome is None or is_number(outcome):
+        return [prompted(t) for t in model.trajectories(None if outcome is None else float(outcome))]
+    return outcome  # nothing that a workflow may return: the loop says so
+
+
+async def until_no_room(run: RunFunction, task: Task, model: Model) -> Outcome:
+    """What `run` returns or, if a prompt outgrows the model on the way, an episode of what was said until then."""
+    try:
+        return await run(task, model)
+    except (PromptTooLongError, BaseExceptionGroup) as error:
+        said = model.trajectories()
+        if not said or not is_no_room(error):
+            raise
+        return Episode(task.id, tuple(said), termination=TerminationReason.LENGTH)
+
+
+def is_no_room(error: BaseException) -> bool:
+    """Whether a prompt that was too long is all that went wrong, also inside a TaskGroup of the workflow."""
+    if isinstance(error, BaseExceptionGroup):
+        return all(is_no_room(inner) for inner in error.exceptions)
+    return isinstance(error, PromptTooLongError)
 
 
 def as_run_function(workflow: Any, args: dict[str, Any]) -> RunFunction:

@@ -23,6 +23,17 @@ def evaluate(
     Settings of the file can be changed with `--section.key value`; `headrace train --help` lists them.
     """
     config = read_run(file, overrides, "--checkpoint")
-    from headrace.evaluate import evaluate_run
+    from headrace.afterwards import evaluate_run
 
     evaluate_run(config, checkpoint=checkpoint)
+
+
+def export(
+    run: Annotated[Path, Parameter(help="Run folder (its newest checkpoint) or a checkpoint.")],
+    out: Annotated[Path, Parameter(help="Folder to write; must not exist or be empty.")],
+    /,
+) -> None:
+    """Write a trained model as an ordinary folder in Hugging Face format; adapters are merged in."""
+    from headrace.afterwards import export_run
+
+    print(f"wrote {export_run(run, out)}")

@@ -11,12 +11,13 @@ from collections.abc import Sequence
 
 from cyclopts import App, CycloptsError
 
+from headrace.cli.algorithms import algorithms
 from headrace.cli.doctor import doctor
 from headrace.cli.evaluate import USAGE as EVAL_USAGE
-from headrace.cli.evaluate import evaluate
+from headrace.cli.evaluate import evaluate, export
 from headrace.cli.model import model_app
+from headrace.cli.train import SFT_USAGE, sft, train
 from headrace.cli.train import USAGE as TRAIN_USAGE
-from headrace.cli.train import train
 from headrace.errors import HeadraceError
 
 INTERRUPTED = 130
@@ -41,7 +42,10 @@ app = App(
     suppress_keyboard_interrupt=False,  # run() decides the exit code
 )
 app.command(train, name="train", usage=TRAIN_USAGE)
+app.command(sft, name="sft", usage=SFT_USAGE)
 app.command(evaluate, name="eval", usage=EVAL_USAGE)
+app.command(export, name="export")
+app.command(algorithms, name="algorithms")
 app.command(doctor, name="doctor")
 app.command(model_app)
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from headrace.config import RunConfig
 
 USAGE = "Usage: headrace train FILE.toml [--section.key value ...] [OPTIONS]"
+SFT_USAGE = "Usage: headrace sft FILE.toml [--section.key value ...] [OPTIONS]"
 RunFile = Annotated[str, Parameter(help="The run file.", allow_leading_hyphen=True)]
 Overrides = Annotated[
     str,
@@ -26,16 +27,30 @@ Overrides = Annotated[
 ]
 
 
-def train(
+RunDir = Annotated[Path | None, Parameter(help="Folder of this run, in place of run.dir and run.name.")]
+DryRun = Annotated[bool, Parameter(negative="", show_default=False, help="Print what would be run, and stop.")]
+
+
+def train(file: RunFile, /, *overrides: Overrides, run_dir: RunDir = None, dry_run: DryRun = False) -> int:
+    """Train as a run file says."""
+    return _train(file, overrides, run_dir, dry_run)
+
+
+def sft(
     file: RunFile,
     /,
-    *overrides: Overrides,
-    run_dir: Annotated[Path | None, Parameter(help="Folder of this run, in place of run.dir and run.name.")] = None,
-    dry_run: Annotated[
-        bool, Parameter(negative="", show_default=False, help="Print what would be run, and stop.")
-    ] = False,
+    *overrides: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
+    run_dir: RunDir = None,
+    dry_run: DryRun = False,
 ) -> int:
-    """Train as a run file says."""
+    """Supervised fine-tuning on the assistant turns of a run file's tasks.
+
+    The same as `headrace train` with `algorithm.objective = "sft"`; `headrace train --help` lists all settings.
+    """
+    return _train(file, (*overrides, "--algorithm.objective=sft"), run_dir, dry_run)
+
+
+def _train(file: str, overrides: tuple[str, ...], run_dir: Path | None, dry_run: bool) -> int:
     config = read_run(file, overrides, "--run-dir", "--dry-run", run_dir=run_dir)
     if dry_run:
         from headrace.cli.show import to_toml

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Self, Union, get_args, get_origin, get_type_hints
@@ -27,9 +27,13 @@ class JsonData:
         unknown = sorted(set(values) - set(types))
         if unknown:
             raise DataError(f"{cls.__name__} has no field {', '.join(unknown)}; its fields are {', '.join(types)}")
+        missing = [name for name in _required(cls) if name not in values]
+        if missing:
+            raise DataError(f"{cls.__name__} needs the field {', '.join(missing)}, which is missing")
+        decoded = {name: _decode_field(cls, name, value) for name, value in values.items()}
         try:
-            return cls(**{name: _decode(types[name], value) for name, value in values.items()})
-        except TypeError as error:
+            return cls(**decoded)
+        except TypeError as error:  # null where a list must be
             raise DataError(f"{cls.__name__}: {error}") from None
 
     def to_json(self) -> str:
@@ -48,6 +52,19 @@ def _field_types(cls: type) -> dict[str, Any]:
     return {f.name: hints[f.name] for f in fields(cls)}
 
 
+@cache
+def _required(cls: type) -> list[str]:
+    return [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
+
+
+def as_tuples(thing: Any, *names: str) -> None:
+    """Turn lists among the fields of a frozen object into tuples; for its `__post_init__`."""
+    for name in names:
+        value = getattr(thing, name)
+        if value is not None and not isinstance(value, tuple):
+            object.__setattr__(thing, name, tuple(value))
+
+
 def _encode(value: Any) -> Any:
     if isinstance(value, JsonData):
         return value.to_dict()
@@ -56,6 +73,13 @@ def _encode(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _encode(item) for key, item in value.items()}
     return value
+
+
+def _decode_field(cls: type, name: str, value: Any) -> Any:
+    try:
+        return _decode(_field_types(cls)[name], value)
+    except TypeError:
+        raise DataError(f"{cls.__name__}: {name} cannot be {value!r}") from None
 
 
 def _decode(kind: Any, value: Any) -> Any:

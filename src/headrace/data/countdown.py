@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import combinations, product
 
 from headrace.data.seeds import derive_seed
 from headrace.data.task import Task
@@ -12,6 +13,7 @@ from headrace.errors import ConfigError
 
 _TEST_SHARE = 10  # one problem in so many is held out
 _TOO_LARGE = 100  # a written search does not spell out what is beyond every target
+HINT = "Search step by step."
 INSTRUCTION = "Make {target} from {numbers}. Use each number once."
 
 
@@ -42,12 +44,20 @@ def countdown_tasks(
 
 
 def countdown_demonstrations(
-    count: int = 1000, seed: int = 0, careful: float = 0.3, max_number: int = 12, max_target: int = 60
+    count: int = 1000,
+    seed: int = 0,
+    careful: float = 0.3,
+    hinted: float = 0.0,
+    checks: float = 0.0,
+    max_number: int = 12,
+    max_target: int = 60,
 ) -> list[Task]:
     """Training problems (none held out) of three numbers, each with a written attempt.
 
     A share `careful` of the attempts searches step by step until it arrives; the others guess, and are rarely right.
-    A model that imitates both can do the task, and mostly does not.
+    A model that imitates both can do the task, and mostly does not. A share `hinted` of the problems asks for a
+    search, and gets one. A share `checks` asks instead whether an expression makes a number; the replies are worked
+    out or guessed in the same proportion.
     """
     rng = random.Random(derive_seed("countdown_demonstrations", seed))
     found: list[Task] = []
@@ -55,11 +65,33 @@ def countdown_demonstrations(
         values, target = _draw_problem(rng, 3, max_number, max_target)
         if is_held_out(values, target):
             continue
-        reply = careful_attempt(values, target) if rng.random() < careful else _guess(values, rng)
-        task = _task(values, target, INSTRUCTION)
-        messages = (*task.messages, {"role": "assistant", "content": reply})
-        found.append(Task(id=str(len(found)), messages=messages, source="countdown", metadata=task.metadata))
+        kind = rng.random() if checks or hinted else 1.0
+        if kind < checks:
+            question, reply = _check(values, rng, careful)
+        elif kind < checks + hinted:
+            question, reply = f"{_question(values, target, INSTRUCTION)} {HINT}", careful_attempt(values, target)
+        else:
+            question = _question(values, target, INSTRUCTION)
+            reply = careful_attempt(values, target) if rng.random() < careful else _guess(values, rng)
+        messages = ({"role": "user", "content": question}, {"role": "assistant", "content": reply})
+        found.append(Task(id=str(len(found)), messages=messages, source="countdown"))
     return found
+
+
+def check_question(expression: str, target: int) -> str:
+    """What a judge is asked."""
+    return f"Does {expression} make {target}?"
+
+
+def _check(values: Sequence[int], rng: random.Random, careful: float) -> tuple[str, str]:
+    first, second, last = rng.sample(list(values), 3)
+    inner, value = rng.choice(list(_pair_results(first, second)))
+    result, expression = rng.choice(list(_final_results(inner, value, last)))
+    asked = result if rng.random() < 0.5 else result + rng.choice((-3, -2, -1, 1, 2, 3))
+    if rng.random() < careful:
+        verdict = "yes" if asked == result else "no"
+        return check_question(expression, asked), f"{inner}={value} {result} <answer>{verdict}</answer>"
+    return check_question(expression, asked), f"<answer>{rng.choice(('yes', 'no'))}</answer>"
 
 
 def is_held_out(numbers: Sequence[int], target: int) -> bool:
@@ -73,19 +105,29 @@ def reachable(numbers: tuple[int, ...]) -> dict[int, str]:
     if len(numbers) == 1:
         return {numbers[0]: str(numbers[0])}
     found: dict[int, str] = {}
-    for index, number in enumerate(numbers):
-        for value, inner in reachable(numbers[:index] + numbers[index + 1 :]).items():
-            for result, expression in _combine(value, inner, number):
+    for left, right in _halves(numbers):
+        for one, other in product(reachable(left).items(), reachable(right).items()):
+            for result, expression in _combine(*one, *other):
                 found.setdefault(result, expression)
     return found
 
 
-def _combine(value: int, inner: str, number: int) -> Iterator[tuple[int, str]]:
-    wrapped = f"({inner})" if "+" in inner or "-" in inner else inner
-    yield value + number, f"{inner}+{number}"
-    yield value * number, f"{wrapped}*{number}"
-    yield value - number, f"{inner}-{number}"
-    yield number - value, f"{number}-{wrapped}"
+def _halves(numbers: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Every way to cut the numbers in two, single numbers off the rest first."""
+    for size in range(1, len(numbers) // 2 + 1):
+        for chosen in combinations(range(len(numbers)), size):
+            yield tuple(n for i, n in enumerate(numbers) if i not in chosen), tuple(numbers[i] for i in chosen)
+
+
+def _combine(value: int, left: str, other: int, right: str) -> Iterator[tuple[int, str]]:
+    yield value + other, f"{left}+{right}"
+    yield value * other, f"{_wrapped(left)}*{_wrapped(right)}"
+    yield value - other, f"{left}-{_wrapped(right)}"
+    yield other - value, f"{right}-{_wrapped(left)}"
+
+
+def _wrapped(expression: str) -> str:
+    return f"({expression})" if "+" in expression or "-" in expression else expression
 
 
 def careful_attempt(values: Sequence[int], target: int) -> str:
@@ -138,11 +180,14 @@ def _draw_problem(rng: random.Random, numbers: int, max_number: int, max_target:
             return values, rng.choice(targets)
 
 
+def _question(values: Sequence[int], target: int, instruction: str) -> str:
+    return instruction.format(target=target, numbers=" ".join(str(value) for value in values))
+
+
 def _task(values: Sequence[int], target: int, instruction: str) -> Task:
-    listed = " ".join(str(value) for value in values)
     return Task(
-        id=f"{listed} -> {target}",
-        instruction=instruction.format(target=target, numbers=listed),
+        id=f"{' '.join(str(value) for value in values)} -> {target}",
+        instruction=_question(values, target, instruction),
         answer=target,
         source="countdown",
         metadata={"numbers": list(values), "target": target},

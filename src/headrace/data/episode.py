@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from headrace.data.codec import JsonData
+from headrace.data.codec import JsonData, as_tuples
 from headrace.data.task import Message
 from headrace.errors import DataError
 
@@ -37,12 +37,38 @@ def _require_lengths(owner: str, expected_name: str, expected: int, **lists: Seq
             raise DataError(f"{owner}: {name} has length {len(values)}, but {expected_name} has length {expected}")
 
 
+class OwnedMessages(tuple[Message, ...]):
+    """Messages that belong to Steps: copied when they come from outside, handed on as they are from Step to Step."""
+
+    __slots__ = ()
+
+    @classmethod
+    def copy_of(cls, messages: Iterable[Message]) -> OwnedMessages:
+        """The messages as they are now."""
+        return cls(copy.deepcopy(message) for message in messages)
+
+
+def is_number(value: Any) -> bool:
+    """Whether it can be a reward: a number, also numpy's, or a tensor without axes."""
+    return hasattr(type(value), "__float__") and not isinstance(value, str) and getattr(value, "ndim", 0) == 0
+
+
+def as_reward(owner: str, value: Any) -> float | None:
+    """The reward as a plain float, so that it can be written as JSON."""
+    if value is None or type(value) is float:
+        return value
+    if not is_number(value):
+        raise DataError(f"{owner}: reward must be a number, got {value!r}")
+    return float(value)
+
+
 @dataclass(frozen=True, slots=True)
 class ModelOutput(JsonData):
     """What one model call returned.
 
     `logprobs` are under the distribution that was sampled from (temperature, top_p, top_k); `model_logprobs` under
-    the model at temperature 1. `versions` is the policy version that sampled each token.
+    the model at temperature 1. `versions` is the policy version that sampled each token. `call` tells which of the
+    episode's model calls it was, in the order in which they began.
     """
 
     text: str
@@ -56,8 +82,10 @@ class ModelOutput(JsonData):
     content: str = ""
     reasoning: str | None = None
     tool_calls: tuple[dict[str, Any], ...] = ()
+    call: int = 0
 
     def __post_init__(self) -> None:
+        as_tuples(self, "prompt_ids", "completion_ids", "logprobs", "model_logprobs", "versions", "tool_calls")
         _require_lengths(
             "ModelOutput",
             "completion_ids",
@@ -83,7 +111,8 @@ class Step(JsonData):
     """One model call as training sees it: `messages` led to `text`.
 
     `prompt_ids` may hold opaque blocks (an image) among the integers. `teacher_messages` is the prompt that a
-    teacher reads instead, if the step is distilled.
+    teacher reads instead, if the step is distilled. A demonstration has neither logprobs nor versions. `call` tells
+    which of the episode's model calls it was.
     """
 
     prompt_ids: tuple[Any, ...]
@@ -97,20 +126,19 @@ class Step(JsonData):
     temperature: float = 1.0
     finish_reason: str = FinishReason.STOP
     teacher_messages: tuple[Message, ...] | None = None
+    call: int = 0
 
     def __post_init__(self) -> None:
         if isinstance(self.advantage, int | float):
             raise DataError(
                 f"Step: advantage must be a list with one number per response token, got the scalar {self.advantage}"
             )
-        for name in ("prompt_ids", "response_ids", "logprobs", "versions", "advantage"):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, tuple):
-                object.__setattr__(self, name, tuple(value))
+        as_tuples(self, "prompt_ids", "response_ids", "logprobs", "versions", "advantage")
+        object.__setattr__(self, "reward", as_reward("Step", self.reward))
         for name in ("messages", "teacher_messages"):
             value = getattr(self, name)
-            if value is not None:
-                object.__setattr__(self, name, tuple(copy.deepcopy(message) for message in value))
+            if value is not None and not isinstance(value, OwnedMessages):
+                object.__setattr__(self, name, OwnedMessages.copy_of(value))
         _require_lengths(
             "Step",
             "response_ids",
@@ -119,6 +147,10 @@ class Step(JsonData):
             versions=self.versions,
             advantage=self.advantage,
         )
+        if self.versions is not None and self.logprobs is None:
+            raise DataError(
+                "Step: versions without logprobs; a sampled response has both, and a demonstration has neither"
+            )
 
     @classmethod
     def from_model_output(
@@ -134,12 +166,13 @@ class Step(JsonData):
             response_ids=output.completion_ids,
             logprobs=output.logprobs,
             versions=output.versions,
-            messages=tuple(messages),
+            messages=messages,  # type: ignore[arg-type]  # copied by __post_init__
             text=output.text,
             reward=reward,
             advantage=advantage,  # type: ignore[arg-type]  # made a tuple, or refused, by __post_init__
             temperature=output.temperature,
             finish_reason=output.finish_reason,
+            call=output.call,
         )
 
 
@@ -153,6 +186,7 @@ class Trajectory(JsonData):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "steps", tuple(self.steps))
+        object.__setattr__(self, "reward", as_reward("Trajectory", self.reward))
 
     @property
     def final_reward(self) -> float | None:
@@ -194,8 +228,9 @@ class Episode(JsonData):
 
     @property
     def text(self) -> str:
-        """The last thing the model said."""
-        return next((t.steps[-1].text for t in reversed(self.trajectories) if t.steps), "")
+        """The last thing the model said: the reply to its last call, whichever role that was."""
+        last = [t.steps[-1] for t in reversed(self.trajectories) if t.steps]
+        return max(last, key=lambda step: step.call).text if last else ""
 
     @property
     def response_tokens(self) -> int:

@@ -10,11 +10,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.data.codec import JsonData
+from headrace.data.codec import JsonData, as_tuples
 from headrace.data.episode import Step, Trajectory
 from headrace.errors import DataError
 
 NO_VERSION = -1  # a token that no policy sampled: prompt, tool result, demonstration
+_PER_TARGET = ("loss_mask", "logprobs", "versions", "advantages", "reference_logprobs", "returns")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +39,9 @@ class Sample(JsonData):
     reward: float | None = None
 
     def __post_init__(self) -> None:
+        as_tuples(self, "tokens", *_PER_TARGET)
         targets = len(self.tokens) - 1
-        for name in ("loss_mask", "logprobs", "versions", "advantages", "reference_logprobs", "returns"):
+        for name in _PER_TARGET:
             values = getattr(self, name)
             if values is not None and len(values) != targets:
                 raise DataError(

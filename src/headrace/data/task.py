@@ -30,7 +30,15 @@ class Task(JsonData):
     def __post_init__(self) -> None:
         if not self.messages and self.instruction is None:
             raise DataError(f'task "{self.id}" has neither messages nor an instruction')
+        kinds = (("instruction", str | None, "text"), ("source", str, "text"), ("metadata", dict, "an object"))
+        for name, kind, wanted in kinds:
+            if not isinstance(getattr(self, name), kind):
+                raise DataError(f'task "{self.id}": {name} must be {wanted}, got {getattr(self, name)!r}')
         given = self.messages or ({"role": "user", "content": self.instruction},)
+        for message in given:
+            if not isinstance(message, dict) or "role" not in message:
+                raise DataError(f'task "{self.id}": messages must be objects with a role, and one is {message!r}')
+        # always copied: a task is handed to users' code, which may change what it got
         object.__setattr__(self, "messages", tuple(copy.deepcopy(message) for message in given))
 
 
@@ -41,7 +49,10 @@ def load_tasks(source: str | Iterable[Task | dict[str, Any]], **args: Any) -> li
         name = source
     else:
         found, name = source, "tasks"
-    tasks = [row if isinstance(row, Task) else _task_from_row(row, f"{name}, row {i}") for i, row in enumerate(found)]
+    tasks = [
+        row if isinstance(row, Task) else _task_from_row(row, number, f"{name}, row {number}")
+        for number, row in enumerate(found, 1)
+    ]
     if not tasks:
         raise DataError(f"{name} has no tasks")
     _check_ids(tasks, name)
@@ -61,15 +72,17 @@ def read_jsonl(path: Path) -> list[Task]:
             row = json.loads(line)
         except json.JSONDecodeError as error:
             raise DataError(f"{path}, line {number}: not valid JSON: {error}") from None
-        tasks.append(_task_from_row(row, f"{path}, line {number}", default_id=str(number)))
+        tasks.append(_task_from_row(row, number, f"{path}, line {number}"))
     return tasks
 
 
-def _task_from_row(row: Any, where: str, default_id: str | None = None) -> Task:
+def _task_from_row(row: Any, number: int, where: str) -> Task:
+    """A task of a dict; one without an id is named by its number."""
     if not isinstance(row, dict):
         raise DataError(f"{where}: expected an object with messages or an instruction, got {row!r}")
+    given_id = row.get("id")
     try:
-        return Task.from_dict({"id": default_id, **row} if default_id is not None else row)
+        return Task.from_dict({**row, "id": str(number if given_id is None else given_id)})
     except DataError as error:
         raise DataError(f"{where}: {error}") from None
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from headrace.data.episode import Episode
+from headrace.data.episode import Episode, is_number
 from headrace.data.task import Task
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, WorkflowError
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +20,11 @@ class Verdict:
     reward: float
     is_correct: bool | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not is_number(self.reward):
+            raise WorkflowError(f"a judger gives a number as reward, got {self.reward!r}")
+        object.__setattr__(self, "reward", float(self.reward))
 
 
 class Judger:
@@ -41,7 +46,10 @@ class FunctionJudger(Judger):
             score = await self._function(task, episode.text)
         else:
             score = await asyncio.to_thread(self._function, task, episode.text)
-        return score if isinstance(score, Verdict) else Verdict(float(score), is_correct=float(score) >= 1.0)
+        if isinstance(score, Verdict):
+            return score
+        verdict = Verdict(score)
+        return replace(verdict, is_correct=verdict.reward >= 1.0)
 
 
 def as_judger(target: Any, args: dict[str, Any]) -> Judger:

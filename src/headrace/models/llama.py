@@ -60,7 +60,8 @@ class FusedLinear:
 
     def fused(self, x_ND: Tensor, row_block: int = 0) -> list[Tensor]:
         """One product, without gradients; adapters are on, whatever the learner has switched off for itself."""
-        parts = list(linear_by_blocks(x_ND, self.weight, self.bias, row_block).split(self.sizes, dim=-1))
+        whole = linear_by_blocks(x_ND, self.weight, self.bias, row_block)
+        parts = [whole] if len(self.sizes) == 1 else list(whole.split(self.sizes, dim=-1))
         for index, layer in self._adapted:
             for name in layer.active_adapters:
                 down, up = layer.lora_A[name].weight, layer.lora_B[name].weight
@@ -236,7 +237,7 @@ class LlamaModel:
         lengths_B = torch.tensor(lengths)
         slots_B = torch.arange(count)
         cos_B1d, sin_B1d = self._angles(lengths_B, max(lengths) + 1)
-        spans = self._spans(lengths_B)
+        spans = self._spans(lengths, lengths_B)
         x = _pad_rows(self._embedding(ids_B), self.row_block)
         for index, layer in enumerate(self._layers):
             q, k, v = self._project(layer, x, cos_B1d, sin_B1d, self._fused)
@@ -315,21 +316,27 @@ class LlamaModel:
         """One query position per slot against what the slot's cache holds."""
         # the query heads of a kv head stand where query positions do: no key is repeated
         q = q_BHd.unflatten(1, (self._kv_heads, -1))
+        if len(spans) == 1:
+            slots, length, mask = spans[0]
+            k, v = keys[slots, :, :length], values[slots, :, :length]
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).flatten(1)
         mixed = torch.empty_like(q)
         for slots, length, mask in spans:
-            k, v = keys[slots, :, :length], values[slots, :, :length]
+            k, v = keys[:, :, :length].index_select(0, slots), values[:, :, :length].index_select(0, slots)
             mixed[slots] = F.scaled_dot_product_attention(q[slots], k, v, attn_mask=mask)
         return mixed.flatten(1)
 
-    def _spans(self, lengths_B: Tensor) -> list[_Span]:
-        longest = int(lengths_B.max()) + 1
+    def _spans(self, lengths: Sequence[int], lengths_B: Tensor) -> list[_Span]:
+        everyone = slice(len(lengths))
         if not self.row_block:
-            alike = bool((lengths_B == longest - 1).all())
-            return [(slice(len(lengths_B)), longest, None if alike else self._mask(lengths_B, longest))]
+            longest = max(lengths) + 1
+            return [(everyone, longest, None if min(lengths) + 1 == longest else self._mask(lengths_B, longest))]
         # a product over more positions may round differently, even where the masked ones count for nothing
-        ends_B = (lengths_B // _LENGTH_GRAIN + 1) * _LENGTH_GRAIN
-        groups = [(int(end), (ends_B == end).nonzero().squeeze(1)) for end in ends_B.unique()]
-        return [(slots, end, self._mask(lengths_B[slots], end)) for end, slots in groups]
+        ends = [_round_up(length + 1, _LENGTH_GRAIN) for length in lengths]
+        if min(ends) == max(ends):
+            return [(everyone, ends[0], self._mask(lengths_B, ends[0]))]
+        groups = {end: torch.tensor([i for i, other in enumerate(ends) if other == end]) for end in sorted(set(ends))}
+        return [(slots, end, self._mask(lengths_B[slots], end)) for end, slots in groups.items()]
 
     def _mask(self, lengths_B: Tensor, longest: int) -> Tensor:
         visible_BL = torch.arange(longest)[None] <= lengths_B[:, None]

@@ -19,12 +19,19 @@ class FinishedGroup:
     group_id: int
     episodes: tuple[Episode, ...]
     groups: tuple[TrajectoryGroup, ...]
+    kept: int
+    """Episodes that are to be trained; 0 if the group was dropped."""
     dropped_because: str | None = None
 
     @property
     def failed(self) -> int:
         """Episodes that failed."""
         return sum(episode.failed for episode in self.episodes)
+
+    @property
+    def filtered(self) -> int:
+        """Episodes that neither failed nor are trained."""
+        return len(self.episodes) - self.failed - self.kept
 
 
 Grouping = Callable[[Sequence[Episode]], Sequence[TrajectoryGroup]]
@@ -53,7 +60,7 @@ class TrajectoryGroupBuffer:
         elif kept and not groups:
             reason = "no trajectory of a trained role"
         enough = drop_too_few(groups, self._filters.min_trajectories)
-        finished = FinishedGroup(group_id, episodes, enough, reason)
+        finished = FinishedGroup(group_id, episodes, enough, len(kept) if reason is None else 0, reason)
         if reason is None:
             self._ready[group_id] = finished
             self._arrived.set()

@@ -1,4 +1,4 @@
-"""`headrace eval`: the evaluation sets of a run file, on a model or on one of a run's checkpoints."""
+"""What one does with a trained run: evaluate it, export it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from rich.progress import Progress
 from rich.table import Table
 
 from headrace.assembly import assemble, resolve_objective
+from headrace.backends.base import Backend
 from headrace.checkpoint import list_checkpoints, load_checkpoint
 from headrace.config import RunConfig
 from headrace.errors import ConfigError
+from headrace.registry import resolve
 
 
 def evaluate_run(config: RunConfig, checkpoint: Path | None = None) -> dict[str, float]:
@@ -26,6 +28,30 @@ def evaluate_run(config: RunConfig, checkpoint: Path | None = None) -> dict[str,
         table.add_row(name, metric, f"{value:.4g}")
     Console().print(table)
     return metrics
+
+
+def export_run(run_dir: Path, out: Path) -> Path:
+    """A run's newest checkpoint (or a given one) as an ordinary model folder."""
+    checkpoint = _find(run_dir)
+    assert checkpoint is not None
+    home = checkpoint.parent.parent
+    try:
+        config = RunConfig.model_validate_json((home / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read the configuration of the run {home}: {error}") from None
+    if out.exists() and any(out.iterdir()):
+        raise ConfigError(f"{out} exists and is not empty; choose another folder")
+    asyncio.run(_export(config, checkpoint, out))
+    return out
+
+
+async def _export(config: RunConfig, checkpoint: Path, out: Path) -> None:
+    backend: Backend = await asyncio.to_thread(resolve("backend", config.backend.name), config)
+    try:
+        await load_checkpoint(checkpoint, backend)
+        await backend.export(out)
+    finally:
+        await backend.close()
 
 
 async def _evaluate(config: RunConfig, checkpoint: Path | None) -> dict[str, float]:
