@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import random
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -16,7 +17,7 @@ from hypothesis import settings
 from headrace.agents.chat import ChatTemplate
 from headrace.data.episode import Episode, FinishReason, Step, Trajectory
 from headrace.engine.base import EngineHealth, Generation, SamplingParams
-from headrace.errors import EngineError
+from headrace.errors import EngineError, PromptTooLongError
 
 ROOT = Path(__file__).parent.parent
 # no deadline: a core that others use too is slow at times, and that is no failure
@@ -29,6 +30,7 @@ def bundled_tokenizer() -> Any:
     spec = importlib.util.spec_from_file_location("make_bundled_model", ROOT / "scripts" / "make_bundled_model.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its data classes look their module up
     spec.loader.exec_module(module)
     return module.make_tokenizer()
 
@@ -78,31 +80,36 @@ class Request:
 class FakeEngine:
     """A rollout engine without a model: `reply(seed)` is the text it answers with, or the very ids.
 
-    Text ends with the end token unless `max_tokens` cuts it. `takes_s` is how long an answer takes; `breaks` makes
-    every request fail.
+    Text ends with the end token unless `max_tokens` cuts it. `takes_s` is how long an answer takes, or one duration
+    per request; `breaks` makes every request fail; `room` is the longest prompt.
     """
 
     def __init__(
         self,
         reply: Callable[[int], str | Sequence[int]] = random_word,
         tokenizer: Any = None,
-        takes_s: float = 0.0,
+        takes_s: float | Sequence[float] = 0.0,
         breaks: str = "",
+        room: int = 10**6,
     ) -> None:
         self._reply = reply
         self._tokenizer = tokenizer or CharTokenizer()
         self._takes_s = takes_s
         self._breaks = breaks
+        self._room = room
         self.version = 0
         self.requests: list[Request] = []
         self.busy = self.most_busy = 0
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, seed: int) -> Generation:
+        takes_s = self._takes_s if isinstance(self._takes_s, int | float) else self._takes_s[len(self.requests)]
         self.requests.append(Request(tuple(prompt_ids), params, seed))
+        if len(prompt_ids) > self._room:
+            raise PromptTooLongError(f"the prompt has {len(prompt_ids)} tokens, more than {self._room}")
         self.busy += 1
         self.most_busy = max(self.busy, self.most_busy)
         try:
-            await asyncio.sleep(self._takes_s)
+            await asyncio.sleep(takes_s)
         finally:
             self.busy -= 1
         if self._breaks:

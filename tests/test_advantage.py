@@ -127,7 +127,7 @@ def test_an_own_estimator_is_found_by_name_and_sees_the_whole_batch(
 
 
 def test_an_unknown_estimator_is_an_error_with_the_nearest_name() -> None:
-    with pytest.raises(ConfigError, match='unknown estimator "grop", did you mean "grpo"'):
+    with pytest.raises(ConfigError, match=r'unknown estimator "grop" \(did you mean "grpo"\?\); known: '):
         assign_advantages([group(1.0, 0.0)], AlgorithmSection(estimator="grop"))
 
 

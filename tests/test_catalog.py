@@ -149,7 +149,7 @@ def test_a_file_is_not_a_model_folder(tmp_path: Path):
 
 
 def test_a_misspelt_catalog_name_gets_the_nearest():
-    with pytest.raises(ModelError, match='unknown model "bundeld", did you mean "bundled"'):
+    with pytest.raises(ModelError, match=r'unknown model "bundeld" \(did you mean "bundled"\?\); known: '):
         resolve_model("bundeld")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -187,6 +188,32 @@ def test_reasoning_is_told_from_content(text: str, reasoning: str | None, conten
     assert output.message.get("reasoning_content") == reasoning
 
 
+@pytest.mark.parametrize(
+    ("opening", "text", "reasoning", "content"),
+    [
+        ("<think>", "hm</think>42", "hm", "42"),
+        ("<think>\n", "hm\n</think>\n\n42", "hm", "42"),
+        ("<think>\n", "</think>42", "", "42"),
+        ("<think>\n", "<think>hm</think>42", "hm", "42"),
+        ("<think>\n", "never ends", None, "never ends"),
+        ("<think>\n\n</think>\n\n", "42</think>", None, "42</think>"),
+        ("Do not <think> ", "hm</think>42", None, "hm</think>42"),
+    ],
+)
+def test_reasoning_that_the_template_began_is_told_from_content(
+    opening: str, text: str, reasoning: str | None, content: str
+) -> None:
+    opened = copy.deepcopy(tokenizer())
+    opened.chat_template += "{% if add_generation_prompt %}{{ " + repr(opening) + " }}{% endif %}"
+    output = reply_with((*letter_by_letter(text), tokenizer().eos_token_id), ChatTemplate(opened).render(USER))
+    assert (output.text, output.reasoning, output.content) == (text, reasoning, content)
+
+
+def test_an_image_at_the_end_of_a_prompt_begins_no_reasoning() -> None:
+    prompt: list[Any] = [*chat().render(USER), {"type": "image"}]
+    assert reply_with(letter_by_letter("hm</think>42"), prompt).reasoning is None
+
+
 def test_a_tokenizer_without_a_chat_template_is_refused() -> None:
     bare = copy.deepcopy(tokenizer())
     bare.chat_template = None
@@ -256,6 +283,58 @@ async def test_roles_have_conversations_of_their_own() -> None:
         ("solver", ["one", "three"]),
         ("critic", ["two"]),
     ]
+
+
+async def test_calls_side_by_side_stand_in_the_order_in_which_they_were_made() -> None:
+    for takes_s in ((0.03, 0.02, 0.01), (0.01, 0.02, 0.03)):
+        engine = FakeEngine(lambda seed: f"reply {seed % 1000}", tokenizer(), takes_s)
+        asked = Model(engine, chat(), SamplingParams(max_tokens=64), seed=3)
+        first, second, third = await asyncio.gather(
+            asked.chat(USER, role="late"), asked.chat(USER), asked.chat(USER, role="late")
+        )
+        said = [(t.name, [s.text for s in t.steps]) for t in asked.trajectories()]
+        assert said == [("late", [first.text, third.text]), ("agent", [second.text])]
+        assert [output.call for output in (first, second, third)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("takes_s", [(0.02, 0.01, 0), (0.01, 0.02, 0)])
+async def test_after_calls_side_by_side_the_conversation_goes_on_from_the_last_that_was_made(
+    takes_s: tuple[float, ...],
+) -> None:
+    engine = FakeEngine(lambda seed: f"reply {seed % 1000}", tokenizer(), takes_s)
+    asked = Model(engine, chat(), SamplingParams(max_tokens=64), seed=3)
+    _, second = await asyncio.gather(asked.chat(USER), asked.chat(USER))
+    await asked.chat([*USER, second.message, MORE])
+    assert asked.diverged_prefixes == 1  # the second of the two; the third extends it
+    sampled = (*second.prompt_ids, *second.completion_ids)
+    assert engine.requests[2].prompt_ids[: len(sampled)] == sampled
+
+
+async def test_while_the_last_call_is_not_answered_nothing_is_extended() -> None:
+    async def prompt_of_the_third(takes_s: tuple[float, ...]) -> tuple[tuple[int, ...], int]:
+        engine = FakeEngine(lambda seed: letter_by_letter(f"I guess {seed % 1000}"), tokenizer(), takes_s)
+        asked = Model(engine, chat(), SamplingParams(max_tokens=64), seed=3)
+        first, second = asyncio.create_task(asked.chat(USER)), asyncio.create_task(asked.chat([MORE]))
+        output = await first
+        await asyncio.sleep(0.02)
+        await asked.chat([*USER, output.message, MORE])
+        await second
+        return engine.requests[2].prompt_ids, asked.diverged_prefixes
+
+    assert await prompt_of_the_third((0, 0, 0)) == await prompt_of_the_third((0, 0.05, 0))
+
+
+async def test_after_a_call_that_was_given_up_the_conversation_goes_on_from_the_answer_before() -> None:
+    engine = FakeEngine(lambda seed: "hm", tokenizer(), (0, 10, 0))
+    asked = Model(engine, chat(), SamplingParams(max_tokens=64), seed=3)
+    first = await asked.chat(USER)
+    messages = [*USER, first.message, MORE]
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(asked.chat(messages), 0.01)
+    await asked.chat(messages)
+    assert asked.diverged_prefixes == 0
+    assert engine.requests[1].prompt_ids == engine.requests[2].prompt_ids
+    assert [step.call for step in asked.trajectories()[0].steps] == [0, 2]
 
 
 async def test_a_call_may_have_its_own_sampling() -> None:

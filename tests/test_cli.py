@@ -54,7 +54,7 @@ def test_a_wrong_key_in_a_real_process_is_one_line_and_exit_2(run_file: Path):
     done = headrace("train", str(run_file), "--trainer.stpes", "3")
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1 and done.stdout == ""
-    assert 'unknown key "trainer.stpes", did you mean "steps"?' in done.stderr
+    assert 'unknown key "trainer.stpes" (did you mean "steps"?)' in done.stderr
 
 
 def test_help_of_a_real_process_names_the_commands():

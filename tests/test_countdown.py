@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
+from dataclasses import replace
 from fractions import Fraction
 from functools import cache
 from itertools import combinations, permutations
@@ -112,9 +114,24 @@ def test_every_value_that_is_said_to_be_reachable_is_and_its_expression_evaluate
 
 
 @examples
-@given(few_numbers.filter(lambda numbers: len(numbers) < 4))
-def test_three_numbers_reach_all_that_they_can_make(numbers: tuple[int, ...]) -> None:
+@given(few_numbers)
+def test_numbers_reach_all_that_they_can_make(numbers: tuple[int, ...]) -> None:
     assert set(reachable(numbers)) == makeable(numbers)
+
+
+def test_two_pairs_are_joined() -> None:
+    assert eval(reachable((5, 6, 7, 8))[(5 + 6) * (7 + 8)]) == 165
+
+
+def test_the_expressions_of_three_numbers_are_those_that_seeds_were_drawn_with() -> None:
+    assert list(reachable((2, 3, 4)).items())[:6] == [
+        (9, "4+3+2"),
+        (14, "(4+3)*2"),
+        (5, "4+3-2"),
+        (-5, "2-(4+3)"),
+        (24, "4*3*2"),
+        (10, "4*3-2"),
+    ]
 
 
 # ---- demonstrations --------------------------------------------------------------------------------------------------
@@ -125,23 +142,34 @@ def judged(task: Task, text: str, format_reward: float = 0.0) -> Verdict:
     return asyncio.run(CountdownJudger(format_reward).judge(task, said))
 
 
+def asked(demonstration: Task) -> Task:
+    """The problem that a demonstration's question states."""
+    found = re.match(r"Make (\d+) from ([\d ]+)\.", demonstration.messages[0]["content"])
+    assert found is not None
+    numbers = [int(number) for number in found[2].split()]
+    return replace(demonstration, metadata={"numbers": numbers, "target": int(found[1])})
+
+
 def share_right(demonstrations: list[Task]) -> float:
-    return sum(judged(task, task.messages[-1]["content"]).reward for task in demonstrations) / len(demonstrations)
+    return sum(judged(asked(task), task.messages[-1]["content"]).reward for task in demonstrations) / len(
+        demonstrations
+    )
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_no_demonstration_is_of_a_held_out_problem(seed: int) -> None:
     test = {problem(task) for task in countdown_tasks("test", 100, seed)}
-    shown = countdown_demonstrations(500, seed)
-    assert not any(is_held_out(*problem(task)) for task in shown)
-    assert not test & {problem(task) for task in shown}
+    shown = {problem(asked(task)) for task in countdown_demonstrations(500, seed, hinted=0.2)}
+    assert not any(is_held_out(*each) for each in shown)
+    assert not test & shown
 
 
 def test_a_demonstration_asks_as_the_task_does_and_answers_once() -> None:
     for task in countdown_demonstrations(20):
         question, answer = task.messages
-        listed = " ".join(map(str, task.metadata["numbers"]))
-        assert question["content"] == f"Make {task.metadata['target']} from {listed}. Use each number once."
+        metadata = asked(task).metadata
+        listed = " ".join(map(str, metadata["numbers"]))
+        assert question["content"] == f"Make {metadata['target']} from {listed}. Use each number once."
         assert answer["role"] == "assistant" and answer["content"].count("<answer>") == 1
     assert len({task.id for task in countdown_demonstrations(20)}) == 20
 

@@ -6,10 +6,12 @@ import copy
 import json
 import math
 import tempfile
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import FrozenInstanceError, fields, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -71,17 +73,19 @@ def model_outputs(draw: st.DrawFn) -> ModelOutput:
 @st.composite
 def steps(draw: st.DrawFn) -> Step:
     size = draw(st.integers(0, 5))
+    logprobs = draw(st.none() | lists_of(numbers, size))
     return Step(
         prompt_ids=draw(prompts),
         response_ids=draw(lists_of(st.integers(0, 200_000), size)),
-        logprobs=draw(st.none() | lists_of(numbers, size)),
-        versions=draw(st.none() | lists_of(st.integers(), size)),
+        logprobs=logprobs,
+        versions=draw(st.none() | lists_of(st.integers(), size)) if logprobs is not None else None,
         messages=draw(messages),
         text=draw(st.text()),
         reward=draw(rewards),
         advantage=draw(st.none() | lists_of(numbers, size)),
         temperature=draw(numbers),
         teacher_messages=draw(st.none() | messages),
+        call=draw(st.integers(0, 9)),
     )
 
 
@@ -151,8 +155,13 @@ def test_an_unknown_field_is_an_error_that_names_it() -> None:
 
 
 def test_a_missing_field_is_an_error_that_names_it() -> None:
-    with pytest.raises(DataError, match=r"Step: .*'response_ids'"):
+    with pytest.raises(DataError, match="Step needs the field response_ids, which is missing"):
         Step.from_dict({"prompt_ids": [1]})
+
+
+def test_a_field_of_a_wrong_kind_is_an_error_that_names_it() -> None:
+    with pytest.raises(DataError, match="Trajectory: steps cannot be 3"):
+        Trajectory.from_dict({"steps": 3})
 
 
 # ---- frozen, and with copies of their own ----------------------------------------------------------------------------
@@ -193,6 +202,19 @@ def test_a_task_keeps_its_own_messages() -> None:
     assert task.messages == ({"role": "user", "content": ["look", IMAGE]},)
 
 
+def test_a_changed_copy_of_a_step_shares_its_messages() -> None:
+    one = Step((1,), (2,), messages=({"role": "user", "content": "a"},), teacher_messages=({"role": "user"},))
+    other = replace(replace(one, reward=1.0), advantage=(0.5,))
+    assert other.messages is one.messages and other.teacher_messages is one.teacher_messages
+
+
+def test_a_step_copies_the_messages_of_a_task() -> None:
+    task = Task("t", instruction="Do it.")
+    asked = Step((1,), (2,), messages=task.messages)
+    task.messages[0]["content"] = "Do something else."
+    assert asked.messages == ({"role": "user", "content": "Do it."},)
+
+
 def test_changing_a_reply_leaves_the_output_as_it_was() -> None:
     OUTPUT.message["tool_calls"][0]["arguments"]["a"].append(2)
     assert OUTPUT.tool_calls == ({"name": "add", "arguments": {"a": [1]}},)
@@ -202,6 +224,11 @@ def test_lists_become_tuples() -> None:
     built = Step([1], [2, 3], [-1.0, -2.0], [0, 0], advantage=[0.5, 0.5])  # type: ignore[arg-type]
     assert built == Step((1,), (2, 3), (-1.0, -2.0), (0, 0), advantage=(0.5, 0.5))
     assert Trajectory([built]) == Trajectory((built,))  # type: ignore[arg-type]
+    things: list[Any] = [OUTPUT, Sample((1, 2), (1,), (-1.0,), (0,), (1.0,), (-2.0,), (0.5,))]
+    for thing in things:
+        values = {field.name: getattr(thing, field.name) for field in fields(thing)}
+        lists = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        assert type(thing)(**lists) == thing
 
 
 # ---- Step ------------------------------------------------------------------------------------------------------------
@@ -257,6 +284,11 @@ def test_an_advantage_list_is_kept() -> None:
     assert Step.from_model_output(OUTPUT, advantage=[0.5, -0.5]).advantage == (0.5, -0.5)
 
 
+def test_versions_without_logprobs_are_an_error() -> None:
+    with pytest.raises(DataError, match="Step: versions without logprobs"):
+        Step((1,), (2, 3), versions=(0, 0))
+
+
 # ---- rewards ---------------------------------------------------------------------------------------------------------
 
 
@@ -294,6 +326,34 @@ def test_the_reward_of_an_episode_is_the_mean_of_its_trajectories() -> None:
 
 def test_an_episode_whose_reward_stands_on_its_last_step_has_that_reward() -> None:
     assert Episode("t", (rewarded(None, 0.0, 1.0),)).reward == 1.0
+
+
+@pytest.mark.parametrize("reward", [1, True, np.float32(1), np.int64(1), np.bool_(True), np.array(1.0), Fraction(1)])
+def test_whatever_is_a_number_is_a_reward_and_can_be_written_as_json(reward: Any) -> None:
+    for thing in (Trajectory((), reward=reward), Step((1,), (2,), reward=reward)):
+        assert thing.reward == 1.0 and type(thing.reward) is float
+        assert type(thing).from_json(thing.to_json()) == thing
+
+
+@pytest.mark.parametrize("reward", ["1", [1.0], np.array([1.0]), np.str_("1"), {}])
+def test_what_is_no_number_is_no_reward(reward: Any) -> None:
+    with pytest.raises(DataError, match="Trajectory: reward must be a number, got "):
+        Trajectory((), reward=reward)
+
+
+def test_the_text_of_an_episode_is_that_of_the_last_call_of_any_role() -> None:
+    def said(*calls: int) -> Trajectory:
+        return Trajectory(tuple(step([1], [2], text=f"reply {call}", call=call) for call in calls))
+
+    assert Episode("t", (said(0, 2), said(1))).text == "reply 2"
+    assert Episode("t", (said(0, 1), said(2))).text == "reply 2"
+    assert Episode("t", (said(0), Trajectory(()))).text == "reply 0"
+    assert Episode("t").text == ""
+
+
+def test_of_calls_that_nobody_numbered_the_last_trajectorys_last_counts() -> None:
+    written = [Trajectory((step([1], [2], text=text),)) for text in ("one", "two")]
+    assert Episode("t", tuple(written)).text == "two"
 
 
 def test_an_episode_counts_sampled_tokens_only() -> None:
@@ -344,6 +404,12 @@ def test_a_task_without_an_id_is_named_by_its_line(tmp_path: Path) -> None:
         ('{"instructon": "a"}', "line 1: Task has no field instructon"),
         ('{"id": "x", "instruction": "a"}\n{"id": "x", "instruction": "b"}', 'two tasks with the id "x"'),
         ("\n", "has no tasks"),
+        ('{"messages": 5}', "line 1: Task: messages cannot be 5"),
+        ('{"messages": "Do it."}', "line 1: task \"1\": messages must be objects with a role, and one is 'D'"),
+        ('{"messages": [{"content": "a"}]}', 'line 1: task "1": messages must be objects with a role'),
+        ('{"instruction": 5}', 'line 1: task "1": instruction must be text, got 5'),
+        ('{"instruction": "a", "source": null}', 'line 1: task "1": source must be text, got None'),
+        ('{"instruction": "a", "metadata": [1]}', r'line 1: task "1": metadata must be an object, got \[1\]'),
     ],
 )
 def test_a_bad_file_of_tasks_is_an_error_that_names_the_place(tmp_path: Path, text: str, says: str) -> None:
@@ -361,3 +427,28 @@ def test_a_missing_file_of_tasks_is_an_error() -> None:
 
 def test_tasks_may_be_given_as_dicts() -> None:
     assert load_tasks([{"id": "a", "instruction": "x"}]) == [Task("a", instruction="x")]
+
+
+def test_a_dict_without_an_id_is_named_by_its_row() -> None:
+    rows = [
+        {"instruction": "a"},
+        {"id": 7, "instruction": "b"},
+        Task("x", instruction="c"),
+        {"id": None, "instruction": "d"},
+    ]
+    assert [task.id for task in load_tasks(rows)] == ["1", "7", "x", "4"]
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"id": "a"}, 'tasks, row 2: task "a" has neither messages nor an instruction'),
+        ({"instructon": "a"}, "tasks, row 2: Task has no field instructon; its fields are id, messages"),
+        ({"messages": 5}, "tasks, row 2: Task: messages cannot be 5"),
+        ("Do it.", "tasks, row 2: expected an object with messages or an instruction, got 'Do it.'"),
+    ],
+)
+def test_a_bad_row_is_an_error_that_names_row_and_field(row: Any, says: str) -> None:
+    with pytest.raises(DataError) as raised:
+        load_tasks([{"instruction": "a"}, row])
+    assert str(raised.value).startswith(says) and "__init__" not in str(raised.value)

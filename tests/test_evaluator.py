@@ -17,6 +17,7 @@ from headrace.agents.workflow import single_turn
 from headrace.config import EvalSet, RolloutSection
 from headrace.data.episode import Episode, Step, Trajectory
 from headrace.data.task import Task
+from headrace.engine.base import SamplingParams
 from headrace.evaluator import Evaluator, bootstrap_interval, evaluation_metrics, pass_at_k, wilson_interval
 from headrace.judge.base import FunctionJudger
 
@@ -149,6 +150,15 @@ async def test_every_evaluation_draws_the_same_random_numbers() -> None:
     asked = [(request.prompt_ids, request.seed) for request in first.requests]
     assert asked[:8] == asked[8:] == [(request.prompt_ids, request.seed) for request in second.requests]
     assert len({seed for _, seed in asked}) == 8
+
+
+async def test_training_and_other_sets_draw_other_random_numbers() -> None:
+    trained, evaluated = FakeEngine(a_letter), FakeEngine(a_letter)
+    for index, task in enumerate(TASKS):
+        await manager(trained).roll_out_group(task, index, 2, 5, SamplingParams(max_tokens=7))
+    sets = {name: (EvalSet(tasks="words", attempts=2), TASKS) for name in ("one", "two")}
+    await Evaluator(sets, RolloutSection(), seed=5).evaluate(manager(evaluated))
+    assert len({request.seed for request in (*trained.requests, *evaluated.requests)}) == 3 * 2 * len(TASKS)
 
 
 async def test_evaluating_leaves_the_worlds_random_numbers_alone() -> None:

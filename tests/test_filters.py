@@ -125,8 +125,8 @@ def test_the_reason_to_drop_a_task(groups: list[TrajectoryGroup], filters: Filte
     assert reason_to_drop(groups, filters) == reason
 
 
-def test_rewards_are_looked_at_only_when_uniform_groups_are_dropped() -> None:
+def test_a_group_without_rewards_is_not_uniform() -> None:
     unrewarded = TrajectoryGroup("t", "agent", (Trajectory(()), Trajectory(())))
     assert reason_to_drop([unrewarded], FilterSection()) is None
-    with pytest.raises(DataError, match="neither trajectories nor their last Steps have a reward"):
-        reason_to_drop([unrewarded], UNIFORM)
+    assert reason_to_drop([unrewarded], UNIFORM) is None
+    assert reason_to_drop([unrewarded, group(1.0, 1.0, role="critic")], UNIFORM) is None

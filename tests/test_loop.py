@@ -4,28 +4,43 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from fractions import Fraction
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fakes import FakeEngine, char_chat
 from headrace.agents.completer import Model
 from headrace.agents.loop import AgentLoopManager, RolloutSpec
-from headrace.agents.workflow import as_run_function, demonstration, single_turn
+from headrace.agents.workflow import as_run_function, demonstration, self_distill, single_turn
 from headrace.data.episode import Episode, Step, TerminationReason, Trajectory
 from headrace.data.task import Task
 from headrace.engine.base import SamplingParams
-from headrace.errors import ConfigError, EngineError
+from headrace.errors import ConfigError, EngineError, PromptTooLongError
 from headrace.judge.base import FunctionJudger, Judger, Verdict, as_judger
 from headrace.registry import load_object
 
 TASK = Task("task 7", instruction="Say a word.", source="words")
 SAMPLING = SamplingParams(temperature=1.0, max_tokens=16)
 SPEC = RolloutSpec(TASK, group_id=3, rollout_idx=1, seed=11)
+
+
+class ScalarTensor:
+    """As much of a tensor without axes as a reward needs."""
+
+    ndim = 0
+
+    def __init__(self, value: float) -> None:
+        self._value = value
+
+    def __float__(self) -> float:
+        return self._value
 
 
 class LengthJudger(Judger):
@@ -49,6 +64,12 @@ async def roll_out(run: Any, engine: FakeEngine | None = None, judger: Judger | 
     return await manager(run, engine, judger, **limits).roll_out(SPEC, SAMPLING)
 
 
+def in_turn(*replies: str) -> Callable[[int], str]:
+    """Replies given one after another, whatever the seed."""
+    said = iter(replies)
+    return lambda seed: next(said)
+
+
 @contextmanager
 def log_lines() -> Iterator[list[str]]:
     """What Headrace logs meanwhile."""
@@ -67,7 +88,13 @@ def log_lines() -> Iterator[list[str]]:
 # ---- what a workflow may return --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("outcome", "reward"), [(0.25, 0.25), (1, 1.0), (True, 1.0), (False, 0.0), (-2.5, -2.5)])
+@pytest.mark.parametrize(
+    ("outcome", "reward"),
+    [
+        (0.25, 0.25), (1, 1.0), (True, 1.0), (False, 0.0), (-2.5, -2.5), (np.float32(0.5), 0.5), (np.int64(2), 2.0),
+        (np.bool_(True), 1.0), (np.array(0.5), 0.5), (Fraction(1, 2), 0.5), (ScalarTensor(0.5), 0.5),
+    ],
+)  # fmt: skip
 async def test_a_number_is_the_reward_of_everything_the_model_was_asked(outcome: Any, reward: float) -> None:
     async def run(task: Task, model: Model) -> Any:
         await model.chat(task.messages, role="solver")
@@ -81,6 +108,7 @@ async def test_a_number_is_the_reward_of_everything_the_model_was_asked(outcome:
         ("critic", 1, reward),
     ]
     assert episode.reward == reward and not episode.failed
+    assert all(type(t.reward) is float for t in episode.trajectories)
 
 
 async def test_none_leaves_the_reward_to_the_judger() -> None:
@@ -120,7 +148,7 @@ async def test_an_episode_is_kept_but_for_its_identity() -> None:
     assert (episode.source, episode.is_correct, episode.metrics) == ("words", True, {"turns": 1.0})
 
 
-@pytest.mark.parametrize("outcome", ["done", [1.0], {"reward": 1.0}])
+@pytest.mark.parametrize("outcome", ["done", [1.0], {"reward": 1.0}, np.array([1.0]), 1j])
 async def test_anything_else_fails_the_episode_and_says_what_is_wanted(outcome: Any) -> None:
     async def run(task: Task, model: Model) -> Any:
         await model.chat(task.messages)
@@ -144,6 +172,45 @@ async def test_an_episode_that_the_workflow_calls_failed_stays_failed() -> None:
         return Episode("t", error="the sandbox is gone")
 
     assert (await roll_out(run)).error == "the sandbox is gone"
+
+
+async def test_the_text_of_an_episode_is_the_last_thing_the_model_said_in_whichever_role() -> None:
+    async def run(task: Task, model: Model) -> None:
+        for role in ("solver", "critic", "solver"):
+            await model.chat(task.messages, role=role)
+
+    judger = LengthJudger()
+    episode = await roll_out(run, FakeEngine(in_turn("draft", "critique", "final")), judger)
+    assert episode.text == judger.seen[0].text == "final"
+    assert (await roll_out(run, FakeEngine(in_turn("draft", "critique", "")), judger)).text == ""
+
+
+async def test_the_text_of_trajectories_of_the_workflows_own_is_that_of_their_last_call() -> None:
+    async def run(task: Task, model: Model) -> list[Trajectory]:
+        first, second = await model.chat(task.messages), await model.chat(task.messages)
+        await model.chat(task.messages)  # asked, but not to be trained
+        made = [Step.from_model_output(output) for output in (second, first)]
+        return [Trajectory((step,), name, 1.0) for step, name in zip(made, "ab", strict=True)]
+
+    assert (await roll_out(run, FakeEngine(in_turn("one", "two", "three")))).text == "two"
+
+
+async def test_a_distilled_workflow_says_the_same() -> None:
+    @self_distill(lambda task, step: task.messages)
+    async def run(task: Task, model: Model) -> None:
+        for role in ("solver", "critic", "solver"):
+            await model.chat(task.messages, role=role)
+
+    assert (await roll_out(run, FakeEngine(in_turn("draft", "critique", "final")))).text == "final"
+
+
+async def test_a_distilled_workflow_that_returns_nonsense_is_told_what_is_wanted() -> None:
+    @self_distill(lambda task, step: task.messages)
+    async def run(task: Task, model: Model) -> Any:
+        await model.chat(task.messages)
+        return "done"
+
+    assert "a workflow returns an Episode, a Trajectory" in ((await roll_out(run)).error or "")
 
 
 async def test_a_demonstration_samples_nothing() -> None:
@@ -224,6 +291,40 @@ async def test_a_judger_that_breaks_fails_the_episode() -> None:
 
     episode = await roll_out(single_turn, judger=FunctionJudger(broken))
     assert (episode.error, episode.termination) == ("KeyError: 'answer'", TerminationReason.ERROR)
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf, np.float32("nan")])
+async def test_a_reward_that_is_not_finite_fails_the_episode(reward: Any) -> None:
+    async def a_number(task: Task, model: Model) -> Any:
+        await model.chat(task.messages)
+        return reward
+
+    async def on_a_step(task: Task, model: Model) -> Trajectory:
+        made = Step.from_model_output(await model.chat(task.messages), reward=reward)
+        return Trajectory((made,), reward=1.0)
+
+    for run in (a_number, on_a_step):
+        error = (await roll_out(run, judger=LengthJudger())).error
+        assert (
+            error is not None and f'the workflow gave role "agent" the reward {float(reward)}; a reward must' in error
+        )
+    judged = await roll_out(single_turn, judger=FunctionJudger(lambda task, text: reward))
+    assert judged.error == (
+        f"WorkflowError: the judger gave the reward {float(reward)}; a reward must be a finite number"
+    )
+    assert judged.is_correct is False and judged.reward == 0.0
+
+
+@pytest.mark.parametrize("score", [np.float32(1), np.bool_(True), ScalarTensor(1.0), Verdict(np.float64(1))])
+async def test_a_judger_may_give_whatever_is_a_number(score: Any) -> None:
+    episode = await roll_out(single_turn, judger=FunctionJudger(lambda task, text: score))
+    assert [t.reward for t in episode.trajectories] == [1.0] and type(episode.trajectories[0].reward) is float
+
+
+@pytest.mark.parametrize("score", [None, "1.0", [1.0]])
+async def test_a_judger_that_gives_no_number_fails_the_episode_and_is_told_so(score: Any) -> None:
+    episode = await roll_out(single_turn, judger=FunctionJudger(lambda task, text: score))
+    assert episode.error == f"WorkflowError: a judger gives a number as reward, got {score!r}"
 
 
 async def say_hello(task: Task, text: str) -> bool:
@@ -340,6 +441,120 @@ async def test_an_engine_failure_inside_a_task_group_of_the_workflow_is_raised()
 
     with pytest.raises(EngineError, match="out of memory"):
         await roll_out(run, FakeEngine(breaks="out of memory"))
+
+
+async def test_the_error_inside_a_task_group_of_the_workflow_is_the_one_that_is_told() -> None:
+    async def break_down() -> None:
+        raise RuntimeError("no such tool")
+
+    async def run(task: Task, model: Model) -> None:
+        async with asyncio.TaskGroup() as calls:
+            calls.create_task(break_down())
+
+    assert (await roll_out(run)).error == "RuntimeError: no such tool"
+
+
+# ---- prompts that outgrow the model ----------------------------------------------------------------------------------
+
+
+async def talk_on(task: Task, model: Model) -> None:
+    """A conversation without an end."""
+    messages = list(task.messages)
+    while True:
+        messages += [(await model.chat(messages)).message, {"role": "user", "content": "Go on."}]
+
+
+async def test_a_prompt_that_outgrows_the_model_ends_its_episode_which_is_judged_with_what_it_has() -> None:
+    judger = LengthJudger()
+    episode = await roll_out(talk_on, FakeEngine(in_turn("one", "two", "three", "four"), room=80), judger)
+    assert (episode.termination, episode.error, episode.failed) == (TerminationReason.LENGTH, None, False)
+    assert [step.text for step in episode.trajectories[0].steps] == ["one", "two"]
+    assert (episode.text, episode.reward, episode.is_correct) == ("two", 3.0, True)
+    assert (episode.task_id, episode.group_id, episode.rollout_idx, episode.seed) == ("task 7", 3, 1, 11)
+
+
+async def test_its_siblings_go_on() -> None:
+    first = iter([True, False])
+
+    async def run(task: Task, model: Model) -> float:
+        if next(first):
+            await talk_on(task, model)
+        await model.chat(task.messages)
+        return 1.0
+
+    episodes = await manager(run, FakeEngine(room=100), LengthJudger()).roll_out_group(TASK, 0, 2, 0, SAMPLING)
+    assert [episode.termination for episode in episodes] == [TerminationReason.LENGTH, TerminationReason.DONE]
+    assert not any(episode.failed for episode in episodes)
+
+
+async def test_an_episode_whose_first_prompt_is_too_long_fails_by_its_length() -> None:
+    episode = await roll_out(talk_on, FakeEngine(room=10), LengthJudger())
+    assert episode.failed and episode.is_correct is False and episode.trajectories == ()
+    assert episode.termination == TerminationReason.LENGTH
+    assert episode.error == "PromptTooLongError: the prompt has 30 tokens, more than 10"
+
+
+async def test_a_prompt_that_is_too_long_inside_a_task_group_of_the_workflow_is_the_same() -> None:
+    async def run(task: Task, model: Model) -> None:
+        first = await model.chat(task.messages)
+        async with asyncio.TaskGroup() as calls:
+            for _ in range(2):
+                calls.create_task(model.chat([*task.messages, first.message, *task.messages]))
+
+    episode = await roll_out(run, FakeEngine(room=60), LengthJudger())
+    assert (episode.termination, episode.failed, len(episode.trajectories[0].steps)) == ("length", False, 1)
+    episode = await roll_out(run, FakeEngine(room=10), LengthJudger())
+    assert (episode.termination, episode.failed) == ("length", True)
+
+
+async def test_a_workflow_may_catch_it_and_go_on() -> None:
+    async def run(task: Task, model: Model) -> float:
+        try:
+            await talk_on(task, model)
+        except PromptTooLongError:
+            await model.chat(task.messages)
+        return 0.5
+
+    episode = await roll_out(run, FakeEngine(room=100))
+    assert (episode.reward, episode.termination) == (0.5, TerminationReason.DONE)
+
+
+async def test_where_only_the_workflow_could_have_rewarded_it_the_episode_fails_and_says_what_to_do() -> None:
+    error = (await roll_out(talk_on, FakeEngine(room=100))).error
+    assert error is not None and "the workflow can catch PromptTooLongError" in error
+    assert not (await roll_out(talk_on, FakeEngine(room=100), rewards_needed=False)).failed
+
+
+async def test_a_distilled_workflow_that_outgrows_the_model_keeps_its_teachers_prompts() -> None:
+    class Agent:
+        @self_distill(lambda task, step: [{"role": "user", "content": f"Hint: {step.text}"}])
+        async def run(self, task: Task, model: Model) -> None:
+            await talk_on(task, model)
+
+    episode = await roll_out(Agent().run, FakeEngine(in_turn("one", "two", "three"), room=80))
+    assert (episode.termination, episode.failed) == (TerminationReason.LENGTH, False)
+    hints = [step.teacher_messages for step in episode.trajectories[0].steps]
+    assert hints == [({"role": "user", "content": f"Hint: {text}"},) for text in ("one", "two")]
+
+
+# ---- tasks -----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_workflow_that_changes_its_task_changes_no_siblings() -> None:
+    task = Task("t", instruction="Say a word.", metadata={"numbers": [1, 2, 3]})
+    seen: list[Any] = []
+
+    async def run(own: Task, model: Model) -> None:
+        seen.append((own.messages[0]["content"], own.metadata["numbers"].pop()))
+        own.messages[0]["content"] = "Say nothing."
+        await model.chat(own.messages)
+
+    judger = FunctionJudger(lambda judged, text: judged.metadata["numbers"] == [1, 2, 3])
+    episodes = await manager(run, judger=judger).roll_out_group(task, 0, 3, 0, SAMPLING)
+    assert seen == [("Say a word.", 3)] * 3
+    assert [episode.reward for episode in episodes] == [1.0] * 3
+    assert task.messages == ({"role": "user", "content": "Say a word."},)
+    assert episodes[0].trajectories[0].steps[0].messages == ({"role": "user", "content": "Say nothing."},)
 
 
 # ---- seeds -----------------------------------------------------------------------------------------------------------

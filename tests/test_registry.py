@@ -35,7 +35,7 @@ def test_an_unknown_name_gets_the_nearest_one_and_all_that_are_known() -> None:
     with pytest.raises(ConfigError) as raised:
         resolve("estimator", "reinforced")
     said = str(raised.value)
-    assert 'unknown estimator "reinforced", did you mean "reinforce"?' in said
+    assert said.startswith('unknown estimator "reinforced" (did you mean "reinforce"?); known: ')
     assert ", ".join(names("estimator")) in said and '"module:object"' in said and "\n" not in said
 
 
@@ -96,8 +96,8 @@ def test_two_files_of_one_name_are_told_apart(user_folder: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "says"),
     [
-        ("own_parts:scroe", '"own_parts" has no "scroe", did you mean "score"?'),
-        ("own_parts.py:scroe", '"own_parts.py" has no "scroe", did you mean "score"?'),
+        ("own_parts:scroe", '"own_parts" has no "scroe" (did you mean "score"?)'),
+        ("own_parts.py:scroe", '"own_parts.py" has no "scroe" (did you mean "score"?)'),
         ("own_parts:Judge.lenient", '"own_parts" has no "Judge.lenient"'),
         ("own_prats:score", 'cannot import "own_prats": there is no module "own_prats"'),
         ("own_parts.deeper:score", 'cannot import "own_parts.deeper"'),

@@ -84,6 +84,19 @@ def test_each_run_has_a_log_of_its_own(tmp_path: Path) -> None:
         assert line.endswith(f"INFO hello from {name}")
 
 
+def test_a_closed_log_leaves_the_logger_as_it_was(tmp_path: Path) -> None:
+    logger = logging.getLogger("headrace")
+    before = (logger.level, logger.propagate, list(logger.handlers))
+    handler = log_to_file(tmp_path)
+    assert (logger.level, logger.propagate) == (logging.INFO, False)
+    handler.close()
+    assert (logger.level, logger.propagate, list(logger.handlers)) == before
+    logger.setLevel(logging.ERROR)
+    handler.close()  # as at exit, once more
+    assert logger.level == logging.ERROR
+    logger.setLevel(before[0])
+
+
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
@@ -99,6 +112,16 @@ async def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     for step in (5, 10, 15, 20):
         await save(tmp_path, step, keep_last=2)
     assert list_checkpoints(tmp_path) == [checkpoint_folder(tmp_path, step) for step in (15, 20)]
+
+
+async def test_checkpoints_stand_in_the_order_of_their_steps_however_many_digits(tmp_path: Path) -> None:
+    for step in (999_999, 1_000_000):
+        await save(tmp_path, step)
+    (tmp_path / "checkpoints" / "step_old").mkdir()
+    (tmp_path / "checkpoints" / "step_old" / "trainer.json").touch()
+    assert list_checkpoints(tmp_path) == [checkpoint_folder(tmp_path, step) for step in (999_999, 1_000_000)]
+    await save(tmp_path, 1_000_001, keep_last=1)
+    assert list_checkpoints(tmp_path) == [checkpoint_folder(tmp_path, 1_000_001)]
 
 
 async def test_dying_while_saving_leaves_the_one_before_and_can_be_done_again(tmp_path: Path) -> None:

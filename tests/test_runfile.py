@@ -54,13 +54,28 @@ def value_at(config: Any, key: str) -> Any:
         ("filters.drop_uniform", "true", True),
         ("run.name", "first", "first"),
         ("run.name", '"7"', "7"),
+        ("run.name", "7", "7"),
+        ("run.name", "2026-05-01", "2026-05-01"),
+        ("run.name", "true", "true"),
+        ("run.name", "1e3", "1e3"),
+        ("run.name", "[1]", "[1]"),
         ("run.name", "a=b", "a=b"),
         ("run.name", "two words", "two words"),
         ("run.dir", "/tmp/runs", Path("/tmp/runs")),
+        ("run.dir", "2026", Path("2026")),
+        ("workflow.judger", "7", "7"),
+        ("eval.sets.x.tasks", "7", "7"),
+        ("eval.sets.dev-set.tasks", "2026-05-01", "2026-05-01"),
+        ("algorithm.roles.critic.loss", "cispo", "cispo"),
+        ("algorithm.roles.critic.train", "false", False),
         ("workflow.name", "my.module:flow", "my.module:flow"),
         ("workflow.judger", "countdown", "countdown"),
         ("rollout.stop", '["END", "a,b"]', ("END", "a,b")),
         ("rollout.stop", "[]", ()),
+        ("rollout.stop", "END", ("END",)),
+        ("rollout.stop", "7", ("7",)),
+        ("track.trackers", "jsonl", ("jsonl",)),
+        ("filters.drop_terminations", "length", ("length",)),
         ("optimizer.betas", "[0.9, 0.99]", (0.9, 0.99)),
         ("model.lora.rank", "8", 8),
         ("data.args", "{count = 5, nested = {deep = [1]}}", {"count": 5, "nested": {"deep": [1]}}),
@@ -71,10 +86,16 @@ def value_at(config: Any, key: str) -> Any:
         ("eval.sets.x.temperature", "0.5", 0.5),
     ],
 )
-def test_an_override_is_read_as_what_it_looks_like(key: str, text: str, value: Any) -> None:
+def test_an_override_is_read_as_what_the_setting_wants_or_else_as_what_it_looks_like(
+    key: str, text: str, value: Any
+) -> None:
     for words in ((f"--{key}", text), (f"--{key}={text}",)):
         found = value_at(overridden(*words), key)
         assert found == value and type(found) is type(value)
+
+
+def test_an_item_of_a_list_of_texts_is_quoted_as_in_a_file() -> None:
+    assert "rollout.stop.1: input should be a valid string, got 7" in mistake(BASE, "--rollout.stop", '["END", 7]')
 
 
 def test_an_override_changes_nothing_else() -> None:
@@ -137,9 +158,9 @@ def test_words_become_pairs() -> None:
         (["trainer.steps", "3"], 'expected an option such as --trainer.steps, got "trainer.steps"'),
         (["--trainer.steps", "3", "4"], 'expected an option such as --trainer.steps, got "4"'),
         (["--trainer.steps.more", "3"], "--trainer.steps.more: trainer.steps is a value, not a section"),
-        (["--trainer.stpes", "3"], 'unknown key "trainer.stpes", did you mean "steps"?'),
+        (["--trainer.stpes", "3"], 'unknown key "trainer.stpes" (did you mean "steps"?)'),
         (["--trainer.steps", "many"], "trainer.steps: input should be a valid integer"),
-        (["--eval.sets.x.temprature", "1"], 'unknown key "eval.sets.x.temprature", did you mean "temperature"?'),
+        (["--eval.sets.x.temprature", "1"], 'unknown key "eval.sets.x.temprature" (did you mean "temperature"?)'),
         (["--eval.sets.y.attempts", "2"], "eval.sets.y.tasks: field required"),
     ],
 )
@@ -153,9 +174,9 @@ def test_a_wrong_override_is_one_sentence(words: list[str], says: str) -> None:
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        ({"trianer": {"steps": 3}}, 'unknown key "trianer", did you mean "trainer"?'),
-        ({"trainer": {"lr": 1e-4}}, 'unknown key "trainer.lr", did you mean "optimizer.lr"?'),
-        ({"model": {"lora": {"rnak": 4}}}, 'unknown key "model.lora.rnak", did you mean "rank"?'),
+        ({"trianer": {"steps": 3}}, 'unknown key "trianer" (did you mean "trainer"?)'),
+        ({"trainer": {"lr": 1e-4}}, 'unknown key "trainer.lr" (did you mean "optimizer.lr"?)'),
+        ({"model": {"lora": {"rnak": 4}}}, 'unknown key "model.lora.rnak" (did you mean "rank"?)'),
         ({"run": {"zzz": 1}}, 'unknown key "run.zzz"; known here: name, dir, seed'),
         ({"trainer": {"steps": -1}}, "trainer.steps: input should be greater than or equal to 0, got -1"),
         ({"trainer": {"steps": 1.5}}, "trainer.steps: input should be a valid integer"),
@@ -208,7 +229,9 @@ def test_mistakes_in_a_file_name_the_file(tmp_path: Path) -> None:
 
 def test_a_missing_file_gets_the_nearest_one(tmp_path: Path) -> None:
     (tmp_path / "countdown.toml").touch()
-    with pytest.raises(ConfigError, match=r'there is no run file .*cuntdown\.toml, did you mean "countdown\.toml"\?'):
+    with pytest.raises(
+        ConfigError, match=r'there is no run file .*cuntdown\.toml \(did you mean "countdown\.toml"\?\)'
+    ):
         load_config(tmp_path / "cuntdown.toml")
     with pytest.raises(ConfigError, match="there is no run file"):
         load_config(tmp_path / "nowhere" / "run.toml")

@@ -100,6 +100,13 @@ def test_a_step_without_a_prompt_is_an_error() -> None:
         rows(step([], [1, 2]))
 
 
+def test_what_was_not_sampled_has_no_version_though_it_is_trained() -> None:
+    (row,) = rows(Step((1, 2), (3, 4), advantage=(1.0, 1.0)), step([1, 2, 3, 4, 5], [6], versions=(7,)))
+    assert row.loss_mask == (0, 1, 1, 0, 1)
+    assert row.versions == (NO_VERSION, NO_VERSION, NO_VERSION, NO_VERSION, 7)
+    assert row.logprobs[1:3] == (0.0, 0.0)
+
+
 def test_rows_carry_role_reward_and_identity() -> None:
     sampled = merge_steps(
         Trajectory((step([1], [2]), step([3], [4])), "critic", 0.5),

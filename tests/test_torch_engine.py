@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import tiny
-from contracts.engine_contract import EngineContract, soon, submitted
+from contracts.engine_contract import EngineContract
+from contracts.engine_harness import soon, submitted
 from headrace.engine.base import Generation, SamplingParams
 from headrace.engine.sampling import sample_tokens, uniforms
 from headrace.engine.torch_engine import TorchEngine

@@ -5,8 +5,9 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 
-from headrace.config import AlgorithmSection, DpoSection, RunConfig, Section, SftSection
+from headrace.config import AlgorithmSection, DistillSection, DpoSection, RunConfig, Section, SftSection
 from headrace.errors import ConfigError
+from headrace.registry import builtin
 
 GROUP_RELATIVE = ("grpo", "rloo", "reinforce_plus_plus_baseline", "maxrl", "pkpo", "opo")
 
@@ -120,6 +121,18 @@ def _values(config: RunConfig) -> Iterator[str]:
         yield 'algorithm.value_head does nothing without estimator "gae"; remove it'
 
 
+def _teaching(config: RunConfig) -> Iterator[str]:
+    distilled = "distill" in chosen(config.algorithm, "estimator")
+    built_in = config.workflow.name in builtin("workflow")  # a user's own may be under self_distill
+    if config.distill != DistillSection() and built_in and not distilled:
+        yield (
+            'the section [distill] does nothing: set algorithm.estimator = "distill", or use a workflow of your own '
+            "under self_distill"
+        )
+    if config.distill.refresh_every and config.distill.teacher != "initial":
+        yield 'distill.refresh_every copies the policy into the teacher, which needs distill.teacher = "initial"'
+
+
 def _knobs(config: RunConfig) -> Iterator[str]:
     algorithm = config.algorithm
     if algorithm.objective != "rl":
@@ -149,6 +162,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _supervision,
     _ratios,
     _values,
+    _teaching,
     _knobs,
     _modes,
 )

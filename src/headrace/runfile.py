@@ -138,13 +138,13 @@ def _annotation_at(path: Sequence[str]) -> Any:
     """What the configuration wants at a path: a section, a type, or Any where it does not say."""
     found: Any = RunConfig
     for part in path:
-        if get_origin(found) in (Union, UnionType):
-            found = next((option for option in get_args(found) if _is_section(option)), found)
         if _is_section(found):
             field = found.model_fields.get(part) or found.model_fields.get(part.replace("-", "_"))
             found = field.annotation if field else Any
         else:
             found = get_args(found)[1] if get_origin(found) is dict else Any
+        if get_origin(found) in (Union, UnionType):
+            found = next((option for option in get_args(found) if _is_section(option)), found)
     return found
 
 

@@ -11,7 +11,7 @@ import asyncio
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from headrace.advantage.filters import is_uniform
 from headrace.assembly import Tasks, assemble, resolve_objective
 from headrace.checkpoint import TrainerState, list_checkpoints, load_checkpoint, save_checkpoint
 from headrace.config import RunConfig
+from headrace.data.seeds import derive_seed
 from headrace.data.task import Task
 from headrace.engine.base import SamplingParams
 from headrace.errors import DataError
@@ -78,27 +79,26 @@ class UnifiedTrainer:
 
     async def fit_async(self) -> RunResult:
         """`fit` for a running event loop."""
-        config = self.config
         self._run_dir = prepare_run_dir(self._as_given)
-        handler = log_to_file(self._run_dir)
-        self._trackers = TrackerSet.from_names(config.track.trackers)
-        self._parts = await asyncio.to_thread(assemble, config, *self._given)
-        info = RunInfo(config.run.name, self._run_dir, config.trainer.steps, config.model_dump(mode="json"))
-        self._trackers.start(info)
-        try:
-            with self._stop_on_interrupt():
-                await self._train()
-        except BaseExceptionGroup as group:
-            raise _first_error(group) from None
-        finally:
-            self._trackers.close()
-            handler.close()
-            await self._parts.engine.close()
-            await self._parts.backend.close()
+        with closing(log_to_file(self._run_dir)):
+            self._trackers = TrackerSet.from_names(self.config.track.trackers)
+            self._parts = await asyncio.to_thread(assemble, self.config, *self._given)
+            try:
+                with self._stop_on_interrupt():
+                    await self._train()
+            except BaseExceptionGroup as group:
+                raise _first_error(group) from None
+            finally:
+                self._trackers.close()
+                await self._parts.engine.close()
+                await self._parts.backend.close()
         return self._finish()
 
     async def _train(self) -> None:
         config, parts = self.config, self._parts
+        self._trackers.start(
+            RunInfo(config.run.name, self._run_dir, config.trainer.steps, self._as_given.model_dump(mode="json"))
+        )
         await self._resume()
         self._coordinator = SyncCoordinator(config.trainer.max_staleness, self._step)
         self._buffer = TrajectoryGroupBuffer(config, parts.grouping)
@@ -136,7 +136,7 @@ class UnifiedTrainer:
             group_id, self._next_group_id = self._next_group_id, self._next_group_id + 1
             self._coordinator.dispatched(section.group_size)
             episodes = await self._parts.manager.roll_out_group(
-                task, group_id, section.group_size, self.config.run.seed, sampling
+                task, group_id, section.group_size, derive_seed("train", self.config.run.seed), sampling
             )
             finished = self._buffer.add(group_id, episodes)
             self._coordinator.settled(failed=finished.failed, filtered=finished.filtered)

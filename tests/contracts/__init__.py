@@ -1,1 +1,10 @@
 """Suites that every backend and every engine must pass."""
+
+import pytest
+
+pytest.register_assert_rewrite(
+    "contracts.backend_contract",
+    "contracts.engine_contract",
+    "contracts.engine_harness",
+    "contracts.engine_sampling",
+)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from headrace.backends.base import Backend
-from headrace.config import AlgorithmSection
+from headrace.config import AlgorithmSection, RunConfig
 from headrace.data.sample import Sample
 from headrace.engine.base import SamplingParams
 from headrace.errors import DivergedError
@@ -172,5 +172,5 @@ class BackendContract:
     async def test_an_unknown_loss_is_an_error_at_start_up(self) -> None:
         backend = self.make_backend()
         with pytest.raises(ValueError, match="did you mean"):
-            backend.check(AlgorithmSection(loss="ppo_clp"))
+            backend.check(RunConfig(algorithm=AlgorithmSection(loss="ppo_clp")))
         await backend.close()

@@ -97,8 +97,10 @@ class AgentLoopManager:
                 if deadline.expired():
                     return _failed(spec, model, TerminationReason.TIMEOUT, f"took longer than {self._timeout_s:g} s")
                 # user code: the episode fails, its siblings and the run go on
-                log.warning("episode of task %s failed: %s", spec.task.id, _user_line(error))
                 reason = TerminationReason.LENGTH if is_no_room(error) else TerminationReason.ERROR
+                while isinstance(error, BaseExceptionGroup):  # of a TaskGroup in the workflow
+                    error = error.exceptions[0]
+                log.warning("episode of task %s failed: %s", spec.task.id, _user_line(error))
                 return _failed(spec, model, reason, f"{type(error).__name__}: {error}")
 
     async def _judge(self, task: Task, episode: Episode) -> Episode:
@@ -110,7 +112,11 @@ class AgentLoopManager:
         if self._judger is None and (not self._rewards_needed or _brings_advantages(episode)):
             return episode
         if self._judger is None:
-            raise _no_reward(episode)
+            cut = episode.termination == TerminationReason.LENGTH
+            raise WorkflowError(
+                "the workflow returned no reward and the run has no judger; return a number or set workflow.judger"
+                + ("; where a prompt may outgrow the model, the workflow can catch PromptTooLongError" if cut else "")
+            )
         verdict = await self._judger.judge(task, episode)
         if not math.isfinite(verdict.reward):
             raise WorkflowError(f"the judger gave the reward {verdict.reward}; a reward must be a finite number")
@@ -137,17 +143,6 @@ def _require_finite_rewards(episode: Episode) -> None:
                 raise WorkflowError(
                     f'the workflow gave role "{trajectory.name}" the reward {reward}; a reward must be a finite number'
                 )
-
-
-def _no_reward(episode: Episode) -> WorkflowError:
-    if episode.termination == TerminationReason.LENGTH:
-        return WorkflowError(
-            "the episode ended by its length without a reward, and the run has no judger; set workflow.judger, or "
-            "catch PromptTooLongError in the workflow and return a number"
-        )
-    return WorkflowError(
-        "the workflow returned no reward and the run has no judger; return a number or set workflow.judger"
-    )
 
 
 def _to_episode(outcome: Outcome, model: Model, spec: RolloutSpec) -> Episode:

@@ -19,6 +19,8 @@ from headrace.errors import ConfigError, DataError, PromptTooLongError
 
 Outcome = Episode | Trajectory | list[Trajectory] | SupportsFloat | None
 RunFunction = Callable[[Task, Model], Awaitable[Outcome]]
+AnyRun = Callable[..., Awaitable[Outcome]]
+"""A RunFunction, or such a method before it is bound."""
 
 
 class Workflow(Protocol):
@@ -54,7 +56,7 @@ async def preference(task: Task, model: Model) -> list[Trajectory]:
     ]
 
 
-def self_distill(teacher_messages: Callable[[Task, Step], Sequence[Message]]) -> Callable[[RunFunction], RunFunction]:
+def self_distill(teacher_messages: Callable[[Task, Step], Sequence[Message]]) -> Callable[[AnyRun], AnyRun]:
     """Decorate a workflow's `run` so that a teacher, reading a privileged prompt, tells its tokens' advantages.
 
     `teacher_messages(task, step)` gives the conversation that the teacher sees in place of the step's own, such as
@@ -65,7 +67,7 @@ def self_distill(teacher_messages: Callable[[Task, Step], Sequence[Message]]) ->
         async def solve(task, model): ...
     """
 
-    def decorate(run: RunFunction) -> RunFunction:
+    def decorate(run: AnyRun) -> AnyRun:
         @functools.wraps(run)
         async def distilled(*args: Any) -> Outcome:
             *owner, task, model = args  # a method has self before them

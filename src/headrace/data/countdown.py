@@ -84,10 +84,13 @@ def check_question(expression: str, target: int) -> str:
 
 
 def _check(values: Sequence[int], rng: random.Random, careful: float) -> tuple[str, str]:
-    first, second, last = rng.sample(list(values), 3)
-    inner, value = rng.choice(list(_pair_results(first, second)))
-    result, expression = rng.choice(list(_final_results(inner, value, last)))
-    asked = result if rng.random() < 0.5 else result + rng.choice((-3, -2, -1, 1, 2, 3))
+    while True:
+        first, second, last = rng.sample(list(values), 3)
+        inner, value = rng.choice(list(_pair_results(first, second)))
+        result, expression = rng.choice(list(_final_results(inner, value, last)))
+        asked = result if rng.random() < 0.5 else result + rng.choice((-3, -2, -1, 1, 2, 3))
+        if not (is_held_out(values, result) or is_held_out(values, asked)):  # a check must not give a solution away
+            break
     if rng.random() < careful:
         verdict = "yes" if asked == result else "no"
         return check_question(expression, asked), f"{inner}={value} {result} <answer>{verdict}</answer>"

@@ -24,7 +24,7 @@ import torch
 from headrace.data.episode import FinishReason
 from headrace.engine.base import DEFAULT_SAMPLING, EngineHealth, Generation, SamplingParams
 from headrace.engine.sampling import sample_tokens
-from headrace.errors import ConfigError, EngineError
+from headrace.errors import ConfigError, DataError, EngineError, PromptTooLongError
 from headrace.models.causal import CausalModel, PackedRows
 from headrace.models.logprobs import target_logprobs
 
@@ -106,7 +106,7 @@ class TorchEngine:
         checked = [self._checked_ids(row) for row in rows]
         longest = max(map(len, checked), default=0)
         if longest > self.max_model_length:
-            raise EngineError(
+            raise DataError(
                 f"a row has {longest} tokens, which is more than max_model_length {self.max_model_length}; "
                 f"shorten it or raise engine.max_model_length"
             )
@@ -155,10 +155,10 @@ class TorchEngine:
 
     def _new_request(self, prompt: tuple[int, ...], params: SamplingParams, seed: int) -> _Request:
         if not prompt:
-            raise EngineError("a prompt must have at least one token; start it with the tokenizer's first token")
+            raise DataError("a prompt must have at least one token; start it with the tokenizer's first token")
         room = self.max_model_length - len(prompt)
         if room < 1:
-            raise EngineError(
+            raise PromptTooLongError(
                 f"the prompt has {len(prompt)} tokens, which leaves no room within max_model_length "
                 f"{self.max_model_length}; shorten it or raise engine.max_model_length"
             )
@@ -180,7 +180,7 @@ class TorchEngine:
         """The ids as plain integers; a bad one must fail its caller here, not everyone on the engine's thread."""
         for token in ids:
             if not isinstance(token, (int, np.integer)) or not 0 <= token < self._model.vocabulary:
-                raise EngineError(
+                raise DataError(
                     f"{token!r} is not a token id of this model, which has 0 to {self._model.vocabulary - 1}; "
                     f"was the prompt made with another tokenizer?"
                 )

@@ -16,7 +16,7 @@ from headrace.backends.base import Asked, Publication, offending_samples
 from headrace.backends.local.frozen import FrozenModel, score_rows
 from headrace.backends.local.storage import export_folder, load_state, save_state
 from headrace.backends.local.teacher import Teacher
-from headrace.backends.local.token_losses import token_losses
+from headrace.backends.local.token_losses import require_trainable, token_losses
 from headrace.backends.local.tokens import TokenTensors
 from headrace.backends.losses import LossContext
 from headrace.config import AlgorithmSection, RunConfig
@@ -132,6 +132,7 @@ class LocalBackend:
 
     def _forward_backward(self, batch: TrainBatch, algorithm: AlgorithmSection) -> MetricsAggregator:
         metrics = MetricsAggregator()
+        require_trainable(algorithm, batch)
         old = self._logprobs(batch, "policy") if algorithm.proximal == "recompute" else None
         for indices in batch.micro_batches:
             samples = [batch.samples[i] for i in indices]

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from headrace.backends.losses import Loss, LossContext, correction_weights, kl_penalty
-from headrace.data.sample import Sample
-from headrace.errors import BackendError
+from headrace.config import AlgorithmSection
+from headrace.data.sample import NO_VERSION, Sample, TrainBatch
+from headrace.errors import BackendError, DataError
 from headrace.registry import resolve
 
 Figures = dict[str, Tensor]
+_NEED_NO_SAMPLER = ("cross_entropy", "reinforce", "dpo")
 
 
 def token_losses(context: LossContext, samples: Sequence[Sample], entropy_M: Tensor) -> tuple[Tensor, Figures]:
@@ -35,6 +37,24 @@ def token_losses(context: LossContext, samples: Sequence[Sample], entropy_M: Ten
     if algorithm.entropy_coef:
         loss_M = loss_M - algorithm.entropy_coef * entropy_M
     return loss_M, figures
+
+
+def require_trainable(algorithm: AlgorithmSection, batch: TrainBatch) -> None:
+    """A ratio to log-probabilities that were never recorded would be a ratio to 1; a greedy choice has no gradient."""
+    for sample in batch.samples:
+        if sample.temperature <= 0:
+            raise DataError(
+                f'task "{sample.task_id}", role {sample.role}: tokens chosen greedily (temperature 0) cannot be '
+                f"trained; sample them, or leave the role out with algorithm.roles.{sample.role}.train = false"
+            )
+        if algorithm.for_role(sample.role).loss in _NEED_NO_SAMPLER:
+            continue
+        if any(m and v == NO_VERSION for m, v in zip(sample.loss_mask, sample.versions, strict=True)):
+            raise DataError(
+                f'task "{sample.task_id}", role {sample.role}: loss "{algorithm.for_role(sample.role).loss}" needs the '
+                f"log-probabilities that the tokens were sampled with, and they have none; "
+                f'use loss "cross_entropy" for given text'
+            )
 
 
 def _by_role(context: LossContext, samples: Sequence[Sample]) -> tuple[Tensor, Figures]:

@@ -1,0 +1,160 @@
+"""What the suites for rollout engines stand on: what an engine's test class supplies, and what tests ask for."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+
+from headrace.engine.base import Generation, RolloutEngine, SamplingParams
+
+T = TypeVar("T")
+Start = Callable[..., RolloutEngine]
+
+
+async def soon(awaitable: Awaitable[T]) -> T:
+    """The result; a hang is a failure."""
+    return await asyncio.wait_for(awaitable, 60)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async def poll() -> None:
+        while not condition():  # noqa: ASYNC110  # an engine's health can only be asked for
+            await asyncio.sleep(0.0005)
+
+    await asyncio.wait_for(poll(), 20)
+
+
+async def under_way(engine: RolloutEngine, tokens: int) -> None:
+    """Return with the engine paused after at least `tokens` more tokens."""
+    goal = engine.health().generated_tokens + tokens
+    await until(lambda: engine.health().generated_tokens >= goal)
+    await soon(engine.pause())
+    assert engine.health().running, "everything had finished before the engine was paused"
+
+
+async def submitted(engine: RolloutEngine, requests: int) -> None:
+    """Return once the engine knows of so many requests."""
+    await until(lambda: engine.health().running + engine.health().waiting >= requests)
+
+
+def sampling_logprobs(model_logprobs_TV: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
+    """By definition: scale, keep the k likeliest, of those the smallest set with mass top_p, renormalise."""
+    rows = []
+    for row in model_logprobs_TV / temperature:
+        probabilities = np.exp(row - row.max())
+        order = np.argsort(-probabilities, kind="stable")
+        order = order[: top_k or len(order)]
+        before = np.cumsum(probabilities[order]) - probabilities[order]
+        order = order[before < top_p * probabilities[order].sum()]
+        kept = np.full(len(row), -np.inf)
+        kept[order] = np.log(probabilities[order] / probabilities[order].sum())
+        rows.append(kept)
+    return np.array(rows)
+
+
+def assert_fits(counts: np.ndarray, probabilities: np.ndarray) -> None:
+    """Pearson's chi-square test, rare tokens pooled; a false alarm is a matter of one in ten thousand."""
+    assert not counts[probabilities == 0].any(), "a token of probability zero was sampled"
+    expected = counts.sum() * probabilities
+    usual = expected >= 5
+    observed = np.append(counts[usual], counts[~usual].sum())
+    expected = np.append(expected[usual], expected[~usual].sum())
+    observed, expected = observed[expected > 0], expected[expected > 0]
+    statistic, freedom = ((observed - expected) ** 2 / expected).sum(), len(expected) - 1
+    assert statistic < freedom + 4 * (2 * freedom) ** 0.5 + 4, f"chi-square {statistic:.1f} at {freedom} degrees"
+
+
+class EngineHarness:
+    """What a subclass supplies for its engine, and helpers for the tests."""
+
+    vocabulary: int
+    tolerance = 1e-4
+    """How far a log-probability may be from the reference's."""
+    crowd_tolerance = 1e-5
+    """How far a log-probability may move with what else is in the batch; tokens may not at all."""
+    long = 200
+    """Tokens of a request that is still under way when something happens to it."""
+    draws = 1500
+    """Tokens drawn to see whether they follow the distribution."""
+    others = 30
+    """Requests in a crowd."""
+
+    @abstractmethod
+    def make_engine(self, **options: Any) -> RolloutEngine:
+        """An engine on the policy of this test. Options: eos_ids, max_batch, max_model_length, defaults."""
+
+    @abstractmethod
+    def reference_logprobs(self, ids: Sequence[int]) -> np.ndarray:
+        """[T, V]: the log-probability, at temperature 1, of each token of the vocabulary after each of the ids."""
+
+    @abstractmethod
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """The text that the engine searches for stop strings."""
+
+    @abstractmethod
+    def change_weights(self) -> Any:
+        """Move the policy, the reference with it, and return what `load_weights` is given. The engine is paused."""
+
+    @abstractmethod
+    def break_model(self) -> str:
+        """Make every further forward of the engine's model fail; returns words of the failure."""
+
+    @pytest.fixture
+    async def start(self) -> AsyncIterator[Start]:
+        """`make_engine`, with a close at the end of the test."""
+        engines: list[RolloutEngine] = []
+
+        def start(**options: Any) -> RolloutEngine:
+            engines.append(self.make_engine(**options))
+            return engines[-1]
+
+        yield start
+        for engine in engines:
+            await soon(engine.close())
+
+    def prompt(self, length: int, seed: int = 0) -> list[int]:
+        rng = random.Random(f"{seed}/{length}")
+        return [rng.randrange(3, self.vocabulary) for _ in range(length)]
+
+    async def crowd(self, engine: RolloutEngine, count: int, max_tokens: int = 24, seed: int = 100) -> list[Generation]:
+        """Requests of many lengths at once."""
+        rng = random.Random(seed)
+        return await soon(
+            asyncio.gather(
+                *(
+                    engine.generate(
+                        self.prompt(rng.randint(1, 20), i),
+                        SamplingParams(max_tokens=rng.randint(1, max_tokens)),
+                        seed + i,
+                    )
+                    for i in range(count)
+                )
+            )
+        )
+
+    def expected(self, generation: Generation) -> np.ndarray:
+        """[completion, V]: the reference's log-probabilities where the completion was sampled."""
+        row = [*generation.prompt_ids, *generation.completion_ids]
+        return self.reference_logprobs(row[:-1])[len(generation.prompt_ids) - 1 :]
+
+    def assert_logprobs(
+        self, generation: Generation, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
+    ) -> None:
+        model_TV = self.expected(generation)
+        chosen = np.array(generation.completion_ids)[:, None]
+        sampling_TV = sampling_logprobs(model_TV, temperature, top_k, top_p)
+        for got, table in ((generation.model_logprobs, model_TV), (generation.logprobs, sampling_TV)):
+            np.testing.assert_allclose(got, np.take_along_axis(table, chosen, 1)[:, 0], atol=self.tolerance, rtol=0)
+
+    def assert_same(self, one: Generation, two: Generation, tokens: int | None = None) -> None:
+        """The same tokens, and the same log-probabilities as far as the batch may move them."""
+        assert one.completion_ids[:tokens] == two.completion_ids[:tokens]
+        for name in ("logprobs", "model_logprobs"):
+            first, second = getattr(one, name)[:tokens], getattr(two, name)[:tokens]
+            np.testing.assert_allclose(first, second, atol=self.crowd_tolerance, rtol=0)
