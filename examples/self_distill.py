@@ -1,16 +1,16 @@
-"""Self-distillation: the same model, shown how a solution begins, teaches itself to begin that way.
+"""Self-distillation: the same model, asked to search step by step, teaches itself to search without being asked.
 
 headrace train examples/self_distill.toml
 """
 
 from headrace import Model, Step, Task, self_distill
+from headrace.data.countdown import HINT
 from headrace.data.task import Message
 
 
 def with_hint(task: Task, step: Step) -> list[Message]:
-    """What only the teacher sees: the first line of a worked search."""
-    first, second = task.metadata["numbers"][:2]
-    return [*task.messages, {"role": "assistant", "content": f"{first}+{second}={first + second}"}, *task.messages]
+    """What only the teacher reads."""
+    return [{"role": "user", "content": f"{task.instruction} {HINT}"}]
 
 
 @self_distill(with_hint)

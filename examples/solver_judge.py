@@ -6,6 +6,7 @@ headrace train examples/solver_judge.toml
 from dataclasses import replace
 
 from headrace import Model, Task, Trajectory
+from headrace.data.countdown import check_question
 from headrace.judge.countdown import evaluate, last_answer
 
 
@@ -13,8 +14,8 @@ async def solve_and_judge(task: Task, model: Model) -> list[Trajectory]:
     """The solver is paid for being right, the judge for knowing whether it was."""
     solution = await model.chat(task.messages, role="solver")
     answer = last_answer(solution.text)
-    question = f"Does {answer or 'nothing'} make {task.answer}? Put yes or no in <answer> tags."
-    opinion = await model.chat([{"role": "user", "content": question}], role="judge", max_tokens=24)
+    question = {"role": "user", "content": check_question(answer, task.answer)}
+    opinion = await model.chat([question], role="judge", max_tokens=24)
     parsed = evaluate(answer)
     right = parsed is not None and sorted(parsed[0]) == sorted(task.metadata["numbers"]) and parsed[1] == task.answer
     rewards = {"solver": float(right), "judge": float(last_answer(opinion.text) == ("yes" if right else "no"))}

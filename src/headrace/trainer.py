@@ -166,6 +166,8 @@ class UnifiedTrainer:
             await self._end_of_step(metrics, started)
             self._coordinator.published(publication.version)
             self._published.set()
+        if self._stop_requested and self._step < config.trainer.steps:
+            await self._save()
 
     async def _collect(self) -> list[FinishedGroup]:
         """The groups of one step: a batch, or as many as it takes until enough tasks are partly solved."""
@@ -173,7 +175,7 @@ class UnifiedTrainer:
         finished = await self._buffer.take(await self._batch_sizes.get())
         for added in range(self.config.filters.most_replacements):
             partial = sum(any(not is_uniform(g) for g in item.groups if g.has_rewards) for item in finished)
-            if partial >= wanted:
+            if partial >= wanted or self._stop_requested:
                 return finished
             self._trackers.message(f"{partial} of {wanted} partly solved tasks; adding batch {added + 2}")
             self._coordinator.skipped()
@@ -223,7 +225,7 @@ class UnifiedTrainer:
         self._trackers.log(step, values)
         self._last_metrics = values
         every = config.trainer.save_every
-        if (every and step % every == 0) or (last and config.trainer.save_last) or self._stop_requested:
+        if (every and step % every == 0) or (last and config.trainer.save_last):
             await self._save()
 
     async def _evaluate(self) -> dict[str, float]:

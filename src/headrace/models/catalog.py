@@ -40,8 +40,8 @@ CATALOG: dict[str, CatalogEntry] = {
     for entry in (
         CatalogEntry(
             name="bundled",
-            description="ships with Headrace: a very small Llama for Countdown, trains on one CPU",
-            parameters="few",
+            description="ships with Headrace: a very small Llama that plays Countdown badly, made to be trained",
+            parameters="0.9 million",
             licence="Apache-2.0",
             size="nothing to download",
         ),

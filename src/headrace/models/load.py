@@ -7,10 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
 
 from headrace.config import LoraSection, ModelSection
 from headrace.errors import ModelError, boundary
 from headrace.models.catalog import resolve_model
+
+transformers_logging.disable_progress_bar()  # a bar for a second of loading would break the live view
 
 
 def load_tokenizer(name: str) -> Any:
