@@ -8,7 +8,7 @@ from functools import cache
 from itertools import combinations, product
 
 from headrace.data.seeds import derive_seed
-from headrace.data.task import Task
+from headrace.data.task import Message, Task
 from headrace.errors import ConfigError
 
 _TEST_SHARE = 10  # one problem in so many is held out
@@ -25,10 +25,15 @@ def countdown_tasks(
     max_number: int = 12,
     max_target: int = 60,
     instruction: str = INSTRUCTION,
+    shots: int = 0,
 ) -> list[Task]:
-    """Distinct solvable problems. "train" and "test" never share one: the split is a hash of the problem itself."""
+    """Distinct solvable problems. "train" and "test" never share one: the split is a hash of the problem itself.
+
+    With `shots`, every conversation begins with so many solved training problems, to show the form of an answer.
+    """
     if split not in ("train", "test"):
         raise ConfigError(f'countdown: split must be "train" or "test", got "{split}"')
+    shown = _solved_examples(shots, numbers, max_number, max_target, instruction)
     rng = random.Random(derive_seed("countdown", split, seed))
     tasks: dict[tuple[tuple[int, ...], int], Task] = {}
     for _ in range(1000 * count):
@@ -37,7 +42,7 @@ def countdown_tasks(
         values, target = _draw_problem(rng, numbers, max_number, max_target)
         problem = (tuple(sorted(values)), target)
         if problem not in tasks and is_held_out(values, target) == (split == "test"):
-            tasks[problem] = _task(values, target, instruction)
+            tasks[problem] = _task(values, target, instruction, shown)
     if len(tasks) < count:
         raise ConfigError(f"countdown: found only {len(tasks)} of {count} distinct {split} problems; raise max_number")
     return list(tasks.values())
@@ -187,10 +192,24 @@ def _question(values: Sequence[int], target: int, instruction: str) -> str:
     return instruction.format(target=target, numbers=" ".join(str(value) for value in values))
 
 
-def _task(values: Sequence[int], target: int, instruction: str) -> Task:
+def _solved_examples(shots: int, numbers: int, max_number: int, max_target: int, instruction: str) -> list[Message]:
+    rng = random.Random(derive_seed("countdown shots"))
+    shown: list[Message] = []
+    while len(shown) < 2 * shots:
+        values, target = _draw_problem(rng, numbers, max_number, max_target)
+        if not is_held_out(values, target):
+            answer = f"<answer>{reachable(tuple(sorted(values)))[target]}</answer>"
+            shown.append({"role": "user", "content": _question(values, target, instruction)})
+            shown.append({"role": "assistant", "content": answer})
+    return shown
+
+
+def _task(values: Sequence[int], target: int, instruction: str, shown: Sequence[Message] = ()) -> Task:
+    question = _question(values, target, instruction)
     return Task(
         id=f"{' '.join(str(value) for value in values)} -> {target}",
-        instruction=_question(values, target, instruction),
+        messages=(*shown, {"role": "user", "content": question}),
+        instruction=question,
         answer=target,
         source="countdown",
         metadata={"numbers": list(values), "target": target},
