@@ -29,12 +29,15 @@ class Recipe:
     margin: float = 0.30
 
 
+# Four updates per batch: with one, every ratio is 1 and these losses have the same gradient as ppo_clip.
+OFF_POLICY = ("--trainer.updates_per_batch=4", "--trainer.steps=60", "--eval.every=20")
 RECIPES = {
     "grpo": Recipe("countdown.toml"),
     "rloo": Recipe("countdown.toml", ("--algorithm.estimator=rloo",)),
-    "gspo": Recipe("countdown.toml", ("--algorithm.loss=gspo",)),
-    "cispo": Recipe("countdown.toml", ("--algorithm.loss=cispo",)),
-    "dppo_tv": Recipe("countdown.toml", ("--algorithm.loss=dppo_tv",)),
+    "ppo_clip": Recipe("countdown.toml", OFF_POLICY),
+    "gspo": Recipe("countdown.toml", ("--algorithm.loss=gspo", *OFF_POLICY)),
+    "cispo": Recipe("countdown.toml", ("--algorithm.loss=cispo", *OFF_POLICY)),
+    "dppo_tv": Recipe("countdown.toml", ("--algorithm.loss=dppo_tv", *OFF_POLICY)),
     "distill": Recipe("countdown_distill.toml"),
     "self_distill": Recipe("self_distill.toml"),
     "dpo": Recipe("countdown_dpo.toml"),

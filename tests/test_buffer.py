@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from fakes import episode, step, trajectory
-from headrace.config import AlgorithmSection, FilterSection, RoleSection, RunConfig
+from headrace.config import AlgorithmSection, FilterSection, RoleSection, RunConfig, WorkflowSection
 from headrace.data.episode import Episode, TerminationReason, Trajectory, TrajectoryGroup
-from headrace.errors import DataError
+from headrace.errors import DataError, WorkflowError
 from headrace.pipeline.buffer import TrajectoryGroupBuffer, form_groups, group_by_step
 
 FAILED = episode(1.0, error="broke")
@@ -113,6 +113,34 @@ def test_grouping_by_step_compares_the_same_steps_by_their_own_rewards() -> None
     groups = group_by_step([two_steps(1.0, None), two_steps(0.0, 0.25)])
     assert [group.rewards() for group in groups] == [(1.0, 0.0), (0.75, 0.25)]
     assert [[len(t.steps) for t in group.trajectories] for group in groups] == [[1, 1], [1, 1]]
+
+
+def test_a_grouping_hook_that_fails_is_named_with_its_cause() -> None:
+    def by_score(episodes: Sequence[Episode]) -> list[TrajectoryGroup]:
+        return [{}["score"]]
+
+    def by_reward(episodes: Sequence[Episode]) -> list[TrajectoryGroup]:
+        raise DataError("no reward")  # an error of ours does not say where it came from either
+
+    with pytest.raises(
+        WorkflowError, match='grouping hook "by_score" failed on task "t": KeyError: \'score\''
+    ) as raised:
+        buffer(grouping=by_score).add(0, [episode(1.0)])
+    assert isinstance(raised.value.__cause__, KeyError)
+    with pytest.raises(WorkflowError, match='grouping hook "by_reward" failed on task "t": DataError: no reward'):
+        buffer(grouping=by_reward).add(0, [episode(1.0)])
+
+
+@pytest.mark.parametrize("returned", [None, [(trajectory(1.0),)]])
+def test_a_grouping_hook_must_return_groups(returned: Any) -> None:
+    with pytest.raises(WorkflowError, match='grouping hook "<lambda>" failed on task "t"'):
+        buffer(grouping=lambda episodes: returned).add(0, [episode(1.0)])
+
+
+def test_a_grouping_hook_is_called_by_the_name_that_the_run_file_gives_it() -> None:
+    config = RunConfig(workflow=WorkflowSection(grouping="my_agent.py:by_score"))
+    with pytest.raises(WorkflowError, match=r'grouping hook "my_agent\.py:by_score" failed'):
+        TrajectoryGroupBuffer(config, lambda episodes: 1 / 0).add(0, [episode(1.0)])  # type: ignore[return-value]
 
 
 async def test_take_waits_until_there_are_enough_groups() -> None:

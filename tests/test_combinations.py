@@ -23,7 +23,52 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "at least 2 for rloo",
     ),
     ("greedy rollouts", {"rollout": {"temperature": 0}}, "temperature must be above 0"),
-    ("more trajectories than rollouts", {"filters": {"min_trajectories": 9}}, "more than rollout.group_size 8"),
+    ("more trajectories than rollouts", {"filters": {"min_trajectories": 9}}, "lower it or raise rollout.group_size"),
+    (
+        "more trajectories than demonstrations",
+        {"algorithm": {"objective": "sft"}, "filters": {"min_trajectories": 2}},
+        "a group has 1: all would be dropped; lower it$",
+    ),
+    (
+        "uniform demonstrations",
+        {"algorithm": {"objective": "sft"}, "filters": {"drop_uniform": True}},
+        "objective sft trains one demonstration per task; remove it",
+    ),
+    (
+        "partly solved demonstrations",
+        {"algorithm": {"objective": "sft"}, "filters": {"min_partial_tasks": 2}},
+        "filters.min_partial_tasks .* objective sft",
+    ),
+    (
+        "cut demonstrations",
+        {"algorithm": {"objective": "sft"}, "filters": {"drop_terminations": ["length"]}},
+        "filters.drop_terminations does nothing",
+    ),
+    (
+        "uniform groups of one",
+        {"rollout": {"group_size": 1}, "algorithm": {"estimator": "reinforce"}, "filters": {"drop_uniform": True}},
+        "filters.drop_uniform .* rollout.group_size is 1; remove it",
+    ),
+    (
+        "partly solved groups of one",
+        {"rollout": {"group_size": 1}, "algorithm": {"estimator": "reinforce"}, "filters": {"min_partial_tasks": 1}},
+        "filters.min_partial_tasks .* rollout.group_size is 1; remove it",
+    ),
+    (
+        "uniform groups that are distilled",
+        {"algorithm": {"estimator": "distill"}, "filters": {"drop_uniform": True}},
+        'estimator "distill" compares no rewards; remove it',
+    ),
+    (
+        "partly solved groups that are distilled",
+        {"algorithm": {"estimator": "distill"}, "filters": {"min_partial_tasks": 1}},
+        'estimator "distill" compares no rewards; remove it',
+    ),
+    (
+        "uniform pairs of a file",
+        {"algorithm": {"objective": "dpo"}, "workflow": {"name": "preference"}, "filters": {"drop_uniform": True}},
+        "a given pair is never uniform",
+    ),
     ("pass@k of the whole group", {"algorithm": {"estimator": "pkpo", "pass_k": 8}}, "lower pass_k"),
     ("dpo with one rollout", {"algorithm": {"objective": "dpo"}, "rollout": {"group_size": 1}}, "raise it to 2"),
     (
@@ -42,6 +87,21 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "does nothing with objective dpo",
     ),
     ("dpo with kl", {"algorithm": {"objective": "dpo", "kl": {"coef": 0.1}}}, "set dpo.beta instead"),
+    (
+        "dpo with greedy rollouts",
+        {"algorithm": {"objective": "dpo"}, "rollout": {"temperature": 0}},
+        "temperature must be above 0",
+    ),
+    (
+        "dpo with an sft term",
+        {"algorithm": {"objective": "dpo"}, "sft": {"coef": 0.1, "tasks": "x"}},
+        r"\[sft\] does nothing with objective dpo; remove it",
+    ),
+    (
+        "dpo with a teacher",
+        {"algorithm": {"objective": "dpo"}, "workflow": {"name": "mine.py:run"}, "distill": {"coef": 2.0}},
+        r"\[distill\] does nothing with objective dpo; remove it",
+    ),
     ("the dpo loss without pairs", {"algorithm": {"loss": "dpo"}}, 'set algorithm.objective = "dpo"'),
     ("dpo settings without dpo", {"dpo": {"beta": 0.2}}, "does nothing unless"),
     ("tis without old log-probabilities", {"algorithm": {"correction": {"name": "tis"}}}, '"recompute"'),
@@ -53,7 +113,55 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "a sequence level that icepop does not have",
         {"algorithm": {"proximal": "recompute", "correction": {"name": "icepop", "level": "sequence"}}},
-        "is for tis",
+        'correction.level is read by correction tis, not by "icepop"; remove it',
+    ),
+    (
+        "a floor that tis does not have",
+        {"algorithm": {"proximal": "recompute", "correction": {"name": "tis", "floor": 1e-3}}},
+        'correction.floor is read by correction veto, not by "tis"',
+    ),
+    (
+        "a lower bound that veto does not have",
+        {"algorithm": {"proximal": "recompute", "correction": {"name": "veto", "low": 0.5}}},
+        "correction.low is read by correction tis, icepop, sequence_mask",
+    ),
+    (
+        "an upper bound that veto does not have",
+        {"algorithm": {"proximal": "recompute", "correction": {"name": "veto", "high": 3.0}}},
+        "correction.high is read by",
+    ),
+    ("a lower bound without a correction", {"algorithm": {"correction": {"low": 0.5}}}, 'not by "none"'),
+    ("an upper bound without a correction", {"algorithm": {"correction": {"high": 3.0}}}, 'not by "none"'),
+    ("a level without a correction", {"algorithm": {"correction": {"level": "sequence"}}}, 'not by "none"'),
+    (
+        "a floor without a correction",
+        {"algorithm": {"correction": {"floor": 1e-3}}},
+        "remove it or set algorithm.correction.name",
+    ),
+    *(
+        (
+            f"old log-probabilities that {loss} does not read",
+            {"algorithm": {"loss": loss, "proximal": "recompute"}},
+            f"loss {loss} does not read, and no correction is on; remove it",
+        )
+        for loss in ("importance_sampling", "reinforce", "dppo_tv", "dppo_kl", "cross_entropy")
+    ),
+    (
+        "a length that no aggregation reads",
+        {"algorithm": {"aggregation_length": 512}},
+        'read by aggregation "constant", not by "token_mean"; remove it or set',
+    ),
+    ("a kind of no divergence", {"algorithm": {"kl": {"kind": "k1"}}}, "kl.kind does nothing while algorithm.kl.coef"),
+    ("a place of no divergence", {"algorithm": {"kl": {"where": "reward"}}}, "kl.where does nothing while"),
+    (
+        "a divergence off rewards that a teacher does not read",
+        {"algorithm": {"estimator": "distill", "kl": {"coef": 0.1, "where": "reward"}}},
+        'estimator distill does not read; set algorithm.kl.where = "loss"',
+    ),
+    (
+        "attempts that are all the same",
+        {"eval": {"sets": {"dev": {"tasks": "countdown", "attempts": 4}}}},
+        "raise eval.sets.dev.temperature or set attempts = 1",
     ),
     ("gae without a value head", {"algorithm": {"estimator": "gae"}}, "set algorithm.value_head = true"),
     ("a value head without gae", {"algorithm": {"value_head": True}}, "does nothing without estimator"),
@@ -67,6 +175,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("sft with a loss", {"algorithm": {"objective": "sft", "loss": "cispo"}}, "does nothing with objective sft"),
     ("an sft term without demonstrations", {"sft": {"coef": 0.1}}, "name where the demonstrations come from"),
     ("an sft section that is off", {"sft": {"batch_size": 4}}, "while sft.coef is 0"),
+    (
+        "an sft section beside sft",
+        {"algorithm": {"objective": "sft"}, "sft": {"tasks": "x"}},
+        "with objective sft use \\[data\\]",
+    ),
     ("sft mixed into sft", {"algorithm": {"objective": "sft"}, "sft": {"coef": 1.0, "tasks": "x"}}, "use \\[data\\]"),
     (
         "a teacher that nobody asks",
@@ -87,6 +200,27 @@ def test_nonsense_is_refused_with_a_remedy(values: dict[str, Any], remedy: str) 
         build_config(values)
 
 
+KNOBS = {
+    "clip_low": 0.1,
+    "clip_high": 0.3,
+    "dual_clip": 3.0,
+    "dppo_delta": 0.1,
+    "pass_k": 3,
+    "normalize_by_std": False,
+    "gamma": 0.9,
+    "gae_lambda": 0.9,
+    "value_coef": 1.0,
+    "proximal": "recompute",
+}
+
+
+@pytest.mark.parametrize("objective", ["sft", "dpo"])
+@pytest.mark.parametrize("knob", KNOBS)
+def test_a_knob_of_losses_and_estimators_is_refused_where_there_are_none(objective: str, knob: str) -> None:
+    with pytest.raises(ConfigError, match=f"algorithm.{knob} does nothing with objective {objective}; remove it"):
+        build_config({"algorithm": {"objective": objective, knob: KNOBS[knob]}})
+
+
 @pytest.mark.parametrize(("values", "remedy"), [row[1:] for row in REFUSED[:1]])
 def test_a_configuration_made_in_python_is_checked_too(values: dict[str, Any], remedy: str) -> None:
     with pytest.raises(ConfigError, match=remedy):
@@ -103,6 +237,33 @@ def test_a_configuration_made_in_python_is_checked_too(values: dict[str, Any], r
         {"algorithm": {"proximal": "recompute", "correction": {"name": "tis", "level": "sequence"}}},
         {"algorithm": {"estimator": "gae", "value_head": True, "gamma": 0.9}},
         {"algorithm": {"loss": "my_losses.py:own", "dual_clip": 3.0}},
+        {"algorithm": {"loss": "registered_elsewhere", "dual_clip": 3.0}},
+        {"algorithm": {"loss": "my_losses.py:own", "proximal": "recompute"}},
+        {"algorithm": {"loss": "gspo", "proximal": "recompute"}},
+        {"algorithm": {"loss": "cispo", "proximal": "recompute"}},
+        {"algorithm": {"loss": "reinforce", "proximal": "recompute", "roles": {"critic": {"loss": "ppo_clip"}}}},
+        {"algorithm": {"loss": "importance_sampling", "proximal": "recompute", "correction": {"name": "tis"}}},
+        {"algorithm": {"proximal": "recompute", "correction": {"name": "veto", "floor": 1e-3}}},
+        {"algorithm": {"proximal": "recompute", "correction": {"name": "sequence_mask", "low": 0.5, "high": 1.5}}},
+        {"algorithm": {"aggregation": "constant", "aggregation_length": 512}},
+        {"algorithm": {"kl": {"coef": 0.1, "kind": "k1", "where": "reward"}}},
+        {"algorithm": {"estimator": "distill", "kl": {"coef": 0.1}}},
+        {
+            "algorithm": {
+                "kl": {"coef": 0.1, "where": "reward"},
+                "roles": {"student": {"estimator": "distill"}},
+            },
+            "filters": {"drop_uniform": True},
+        },
+        {"algorithm": {"objective": "dpo"}, "filters": {"drop_uniform": True, "min_trajectories": 8}},
+        {
+            "rollout": {"temperature": 0},
+            "algorithm": {"objective": "dpo"},
+            "workflow": {"name": "preference"},
+            "filters": {"min_trajectories": 2},
+        },
+        {"filters": {"drop_terminations": ["length", "turns", "tokens", "timeout"]}},
+        {"eval": {"sets": {"dev": {"tasks": "countdown", "attempts": 4, "temperature": 0.7}}}},
     ],
 )
 def test_what_makes_sense_passes(values: dict[str, Any]) -> None:

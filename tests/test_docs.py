@@ -34,7 +34,7 @@ NOT_YET_WRITTEN = {"docs/results.md"}  # the README links to it already
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _RUNS = re.compile(r"^# runs: (\d+) steps$", re.MULTILINE)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
-_METRIC = re.compile(r'"((?:reward|response|batch|tokens|time|staleness|policy|value|dpo|optim)/[a-z_]+)"')
+_METRIC = re.compile(r'"((?:reward|response|batch|tokens|time|staleness|policy|value|dpo|sft|optim)/[a-z_]+)"')
 
 
 @dataclass(frozen=True)

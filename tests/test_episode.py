@@ -21,7 +21,7 @@ from headrace.data.codec import JsonData
 from headrace.data.episode import Episode, FinishReason, ModelOutput, Step, Trajectory, TrajectoryGroup
 from headrace.data.sample import Sample
 from headrace.data.task import Task, load_tasks
-from headrace.errors import DataError
+from headrace.errors import ConfigError, DataError
 
 IMAGE = {"type": "image", "data": "aGVhZHJhY2U="}
 OUTPUT = ModelOutput(
@@ -258,7 +258,7 @@ def wrong_lengths() -> list[Any]:
     }  # fmt: skip
     return [
         *(pytest.param(ModelOutput, output, name, id=f"ModelOutput.{name}") for name in list(output)[3:]),
-        *(pytest.param(Step, made, name, id=f"Step.{name}") for name in ("logprobs", "versions", "advantage")),
+        *(pytest.param(Step, made, name, id=f"Step.{name}") for name in ("logprobs", "versions")),
         *(pytest.param(Sample, sample, name, id=f"Sample.{name}") for name in list(sample)[1:]),
     ]
 
@@ -273,15 +273,18 @@ def test_a_wrong_length_is_an_error_that_names_both(kind: Any, good: dict[str, A
     assert "3" in str(raised.value)
 
 
-@pytest.mark.parametrize("scalar", [1.0, 0, -2.5])
+@pytest.mark.parametrize("scalar", [1.0, 0, -2.5, np.float32(0.5), np.array(2.0)])
 def test_a_scalar_advantage_is_an_error_that_says_what_is_wanted(scalar: Any) -> None:
     for make in (lambda: Step((1,), (2,), advantage=scalar), lambda: Step.from_model_output(OUTPUT, advantage=scalar)):
         with pytest.raises(DataError, match=f"one number per response token, got the scalar {scalar}"):
             make()
 
 
-def test_an_advantage_list_is_kept() -> None:
-    assert Step.from_model_output(OUTPUT, advantage=[0.5, -0.5]).advantage == (0.5, -0.5)
+def test_an_advantage_list_is_kept_whatever_its_length() -> None:
+    for values in ([0.5, -0.5], [0.5], [0.5] * 3, []):
+        made = Step.from_model_output(OUTPUT, advantage=values)
+        assert made.advantage == tuple(values)
+        assert Step.from_json(made.to_json()) == made
 
 
 def test_versions_without_logprobs_are_an_error() -> None:
@@ -356,9 +359,11 @@ def test_of_calls_that_nobody_numbered_the_last_trajectorys_last_counts() -> Non
     assert Episode("t", tuple(written)).text == "two"
 
 
-def test_an_episode_counts_sampled_tokens_only() -> None:
+def test_an_episode_counts_response_tokens_and_those_of_them_that_were_sampled() -> None:
     one = Trajectory((step([1, 2, 3], [4, 5]), step([1, 2, 3, 4, 5, 6], [7])))
-    assert Episode("t", (one, trajectory())).response_tokens == 6
+    given = Trajectory((Step((1,), (2, 3, 4, 5)),))
+    said = Episode("t", (one, given, trajectory()))
+    assert (said.response_tokens, said.generated_tokens) == (10, 6)
 
 
 # ---- Task ------------------------------------------------------------------------------------------------------------
@@ -423,6 +428,38 @@ def test_a_bad_file_of_tasks_is_an_error_that_names_the_place(tmp_path: Path, te
 def test_a_missing_file_of_tasks_is_an_error() -> None:
     with pytest.raises(DataError, match=r"there is no task file nowhere\.jsonl"):
         load_tasks("nowhere.jsonl")
+
+
+def test_a_file_of_tasks_takes_no_arguments(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.jsonl"
+    path.write_text('{"instruction": "a"}')
+    with pytest.raises(ConfigError, match=r"tasks\.jsonl takes no arguments, got count, split; remove args"):
+        load_tasks(str(path), split="train", count=3)
+
+
+@pytest.mark.parametrize(
+    ("source", "args", "reason"),
+    [
+        ("countdown", {"cuont": 3}, "got an unexpected keyword argument 'cuont'"),
+        ("own_tasks.py:sums", {}, "missing a required argument: 'most'"),
+        ("own_tasks.py:sums", {"most": 2, "source": "x"}, "got an unexpected keyword argument 'source'"),
+    ],
+)
+def test_arguments_that_a_source_does_not_take_are_an_error_that_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, args: dict[str, Any], reason: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("own_tasks.py").write_text("def sums(most):\n    yield {'instruction': f'{most}+1='}\n")
+    with pytest.raises(ConfigError) as raised:
+        load_tasks(source, **args)
+    assert f'the task source "{source}"' in str(raised.value) and reason in str(raised.value)
+
+
+def test_an_error_inside_a_source_keeps_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("broken_tasks.py").write_text("def tasks():\n    return [1 + 'a']\n")
+    with pytest.raises(TypeError, match="unsupported operand"):
+        load_tasks("broken_tasks.py:tasks")
 
 
 def test_tasks_may_be_given_as_dicts() -> None:

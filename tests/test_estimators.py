@@ -20,10 +20,9 @@ from headrace.advantage.assign import assign_advantages
 from headrace.advantage.estimators import (
     Estimator,
     GroupRewards,
-    batch_level,
     constant,
+    group_relative,
     grpo,
-    is_batch_level,
     is_group_relative,
     maxrl,
     opo,
@@ -322,25 +321,22 @@ def test_pkpo_of_large_groups_is_quick_and_exact(size: int, k: int) -> None:
 def test_a_group_level_estimator_looks_at_one_group_at_a_time(
     estimator: Estimator, rewards: list[list[float]], algorithm: AlgorithmSection
 ) -> None:
-    assert not is_batch_level(estimator)
     groups = seen(*rewards)
     assert estimator(groups, algorithm) == [estimator([group], algorithm)[0] for group in groups]
 
 
 @pytest.mark.parametrize("estimator", BATCH_LEVEL)
-def test_a_batch_level_estimator_says_so_and_looks_at_other_groups(estimator: Estimator) -> None:
-    assert is_batch_level(estimator)
+def test_a_batch_level_estimator_looks_at_other_groups(estimator: Estimator) -> None:
     alone, beside = seen([1.0, 0.0]), seen([1.0, 0.0], [9.0, 0.0])
     assert estimator(alone, PLAIN)[0] != estimator(beside, PLAIN)[0]
 
 
-def test_the_function_of_a_user_is_group_level_unless_marked() -> None:
+def test_the_function_of_a_user_is_not_group_relative_unless_marked() -> None:
     def own(groups: Sequence[GroupRewards], algorithm: AlgorithmSection) -> list[list[float]]:
         return [list(group.rewards) for group in groups]
 
-    assert not is_batch_level(own) and not is_group_relative(own)
-    assert batch_level(own) is own
-    assert is_batch_level(own)
+    assert not is_group_relative(own)
+    assert group_relative(own) is own and is_group_relative(own)
 
 
 # ---- assigning: groups of one, roles, own estimators -----------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -39,6 +39,11 @@ def test_a_termination_is_the_same_as_its_name() -> None:
     cut = episode(1.0, termination=TerminationReason.LENGTH)
     assert drop_by_termination([cut], FilterSection(drop_terminations=("length",)).drop_terminations) == []
     assert drop_by_termination([cut], FilterSection().drop_terminations) == [cut]
+
+
+def test_every_reason_without_a_failure_can_be_dropped_and_no_other() -> None:
+    (choices, _) = get_args(FilterSection.model_fields["drop_terminations"].annotation)
+    assert set(get_args(choices)) == set(TerminationReason) - {TerminationReason.DONE, TerminationReason.ERROR}
 
 
 # ---- names -----------------------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from contracts.backend_contract import IMITATE, REINFORCE_LIKE, BackendContract, random_samples
+from headrace import registry
 from headrace.backends.local.backend import LocalBackend
 from headrace.config import AlgorithmSection
 from headrace.data.sample import Sample
-from headrace.errors import BackendError, DataError
+from headrace.errors import BackendError, ConfigError, DataError
 from headrace.pipeline.batcher import grad_scale, pack
 from headrace.runfile import build_config
 
@@ -96,6 +99,53 @@ async def test_recomputed_proximal_policy_makes_every_ratio_one() -> None:
     metrics = (await backend.forward_backward(pack(samples, algorithm, 512), algorithm)).reduce()
     assert metrics["policy/clip_fraction"] == 0.0
     await backend.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("trch", 'got "trch" (did you mean "torch"?); set engine.name = "torch"'),
+        ("far_away", 'got "far_away"; set engine.name = "torch"'),
+    ],
+)
+def test_another_engine_is_refused_with_the_nearest_known(name: str, says: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr(registry, "_registered", {("engine", "far_away"): object})
+    with pytest.raises(ConfigError) as raised:
+        LocalBackend.check(build_config({"engine": {"name": name}}))
+    assert says in str(raised.value)
+
+
+def with_reference(samples: list[Sample], logprobs: list[list[float]]) -> list[Sample]:
+    return [replace(s, reference_logprobs=tuple(row)) for s, row in zip(samples, logprobs, strict=True)]
+
+
+async def test_the_loss_of_preferences_is_reported_per_pair_and_starts_at_ln_2() -> None:
+    backend = make_local()
+    samples = random_samples(6, 90)
+    samples = with_reference(samples, await backend.compute_logprobs(pack(samples, IMITATE, 512), of="reference"))
+    algorithm = AlgorithmSection(loss="dpo", aggregation="sequence_mean_token_sum")
+    metrics = (await backend.forward_backward(pack(samples, algorithm, 30, together=2), algorithm)).reduce()
+    assert metrics["dpo/loss"] == pytest.approx(math.log(2), abs=1e-4)
+    assert "policy/loss" not in metrics and "policy/entropy" in metrics
+    await backend.close()
+
+
+async def test_the_value_head_learns_from_rows_with_returns_however_the_batch_is_cut() -> None:
+    algorithm = AlgorithmSection(estimator="gae", value_head=True, loss="reinforce")
+    found = []
+    for tokens in (512, 1):
+        backend = make_local(
+            algorithm={"estimator": "gae", "value_head": True}, optimizer={"eps": 1.0, "grad_clip": 0.0}
+        )
+        samples = random_samples(4, 90)
+        samples[1:3] = [replace(s, returns=tuple(1.0 for _ in s.loss_mask)) for s in samples[1:3]]
+        batch = pack(samples, algorithm, tokens)
+        metrics = (await backend.forward_backward(batch, algorithm)).reduce()
+        assert metrics["value/loss"] == pytest.approx(0.5)  # values begin at 0
+        await backend.optim_step(1e-2, grad_scale([batch], algorithm))
+        found.append([value for row in await backend.compute_values(batch) for value in row])
+        await backend.close()
+    assert any(found[0]) and found[0] == pytest.approx(found[1], rel=1e-4)
 
 
 async def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from fractions import Fraction
 from itertools import count
 from pathlib import Path
@@ -522,7 +523,7 @@ async def test_a_workflow_may_catch_it_and_go_on() -> None:
 async def test_where_only_the_workflow_could_have_rewarded_it_the_episode_fails_and_says_what_to_do() -> None:
     error = (await roll_out(talk_on, FakeEngine(room=100))).error
     assert error is not None and "the workflow can catch PromptTooLongError" in error
-    assert not (await roll_out(talk_on, FakeEngine(room=100), rewards_needed=False)).failed
+    assert not (await roll_out(talk_on, FakeEngine(room=100), needs_reward=lambda role: False)).failed
 
 
 async def test_a_distilled_workflow_that_outgrows_the_model_keeps_its_teachers_prompts() -> None:
@@ -535,6 +536,23 @@ async def test_a_distilled_workflow_that_outgrows_the_model_keeps_its_teachers_p
     assert (episode.termination, episode.failed) == (TerminationReason.LENGTH, False)
     hints = [step.teacher_messages for step in episode.trajectories[0].steps]
     assert hints == [({"role": "user", "content": f"Hint: {text}"},) for text in ("one", "two")]
+
+
+@pytest.mark.parametrize(("advantages", "failed"), [((0, 1), False), ((0,), False), ((), True)])
+async def test_a_trajectory_with_some_advantages_of_its_own_needs_no_reward(
+    advantages: tuple[int, ...], failed: bool
+) -> None:
+    async def tutor(task: Task, model: Model) -> Trajectory:
+        for _ in range(2):
+            await model.chat(task.messages)
+        (said,) = model.trajectories()
+        steps = [
+            replace(step, advantage=(0.5,) * len(step.response_ids)) if place in advantages else step
+            for place, step in enumerate(said.steps)
+        ]
+        return replace(said, steps=tuple(steps))
+
+    assert (await roll_out(tutor)).failed is failed
 
 
 # ---- tasks -----------------------------------------------------------------------------------------------------------

@@ -397,6 +397,7 @@ def test_margin_of_dpo_worked() -> None:
     assert loss_M.sum().item() == pytest.approx(-math.log(1 / (1 + math.exp(-1.8))))
     assert loss_M.tolist() == pytest.approx([loss_M.sum().item() / 3] * 3)
     assert {key: values.tolist() for key, values in figures.items()} == {
+        "dpo/loss": pytest.approx([-math.log(1 / (1 + math.exp(-1.8)))]),
         "dpo/accuracy": [1.0],
         "dpo/margin": pytest.approx([1.8]),
         "dpo/chosen_reward": pytest.approx([1.3]),

@@ -55,12 +55,27 @@ def test_on_the_lists_are_used_as_they_are() -> None:
 def test_on_a_missing_list_among_others_becomes_zeros() -> None:
     found, said = assign([PARTLY], ON)
     assert found == [[[(0.5, -0.25), (0.0, 0.0)], [(0.0, 0.0)]]]
-    assert len(said) == 1 and said[0].startswith("2 of 3 Steps have no advantage")
+    assert len(said) == 1 and said[0].startswith("2 of 3 Steps get zeros as advantages: 2 have none")
 
 
-def test_on_there_is_one_warning_per_batch_that_counts_all_missing_lists() -> None:
-    _, said = assign([PARTLY, NONE, OWN, PARTLY], ON)
-    assert [text.split(" have")[0] for text in said] == ["4 of 9 Steps"]
+@pytest.mark.parametrize("wrong", [(), (0.5,), (0.5, 0.5, 0.5)])
+def test_on_a_list_of_the_wrong_length_becomes_zeros(wrong: tuple[float, ...]) -> None:
+    found, said = assign([group([(0.5, -0.25), wrong], [wrong])], ON)
+    assert found == [[[(0.5, -0.25), (0.0, 0.0)], [(0.0, 0.0)]]]
+    assert len(said) == 1 and "0 have none" in said[0] and "2 have a list of the wrong length" in said[0]
+
+
+def test_on_a_group_whose_only_list_has_the_wrong_length_does_not_fall_back() -> None:
+    found, said = assign([group([(0.5,)], [None])], ON)
+    assert found == [[[(0.0, 0.0)], [(0.0, 0.0)]]]
+    assert len(said) == 1 and said[0].startswith("2 of 2 Steps get zeros as advantages: 1 have none")
+
+
+def test_on_there_is_one_warning_per_batch_that_counts_all_missing_and_misfitting_lists() -> None:
+    misfit = group([(0.5, -0.25)], [(0.5,)])
+    _, said = assign([PARTLY, NONE, OWN, misfit, PARTLY], ON)
+    assert [text.split(" get")[0] for text in said] == ["5 of 11 Steps"]
+    assert "4 have none" in said[0] and "1 have a list" in said[0]
     assert assign([PARTLY], ON)[1] != []  # the next batch is warned of anew
 
 
@@ -100,6 +115,12 @@ def test_off_the_lists_are_overwritten_with_one_warning_per_batch_that_counts_th
     assert "use_precomputed_advantage" in said[0]
 
 
+def test_off_a_list_of_the_wrong_length_is_overwritten_like_any_other() -> None:
+    found, said = assign([group([(0.5,)], [()])], OFF)
+    assert found == [[[(0.5, 0.5)], [(-0.5, -0.5)]]]
+    assert [text.split(",")[0] for text in said] == ["the advantages of 2 Steps"]
+
+
 def test_off_nothing_is_said_when_there_is_nothing_to_overwrite() -> None:
     assert assign([NONE], OFF) == ([ESTIMATED], [])
 
@@ -117,15 +138,15 @@ def test_the_groups_handed_in_stay_as_they_were(algorithm: AlgorithmSection) -> 
     assert PARTLY.to_json() == before
 
 
-@pytest.mark.parametrize("wrong", [[0.5], [0.5] * 3, 0.5])
-def test_a_list_of_the_wrong_length_and_a_scalar_never_get_into_a_step(wrong: Any) -> None:
-    """So they fail the episode of the workflow that tried, and no group can hold one."""
+def test_a_scalar_never_gets_into_a_step() -> None:
+    """So it fails the episode of the workflow that tried, and no group can hold one."""
     good = step([1], [2, 3], advantage=(0.5, -0.25))
-    values = {**good.to_dict(), "advantage": wrong}
+    scalar: Any = 0.5
+    values = {**good.to_dict(), "advantage": scalar}
     group = {"task_id": "t", "name": "agent", "trajectories": [{"steps": [values]}]}
     for make in (
-        lambda: step([1], [2, 3], advantage=wrong),
-        lambda: replace(good, advantage=wrong),
+        lambda: step([1], [2, 3], advantage=scalar),
+        lambda: replace(good, advantage=scalar),
         lambda: Step.from_dict(values),
         lambda: TrajectoryGroup.from_json(json.dumps(group)),
     ):

@@ -122,7 +122,7 @@ def test_dashes_stand_for_underscores() -> None:
 
 
 def test_a_name_with_a_dash_is_that_name() -> None:
-    config = overridden("--eval.sets.dev-set.attempts", "4")
+    config = overridden("--eval.sets.dev-set.attempts", "4", "--eval.sets.dev-set.temperature", "1")
     assert list(config.eval.sets) == ["x", "dev-set"]
     assert config.eval.sets["dev-set"].attempts == 4
 

@@ -47,6 +47,12 @@ def test_everything_per_token_is_aligned_with_its_target() -> None:
     assert row.advantages == (0.0, 0.5, 0.5, 0.0, -1.0)
 
 
+@pytest.mark.parametrize("wrong", [(), (0.5,), (0.5, 0.5, 0.5)])
+def test_advantages_of_another_length_than_the_response_cannot_become_a_row(wrong: tuple[float, ...]) -> None:
+    with pytest.raises(DataError, match=f"a Step has {len(wrong)} advantages, but 2 response tokens"):
+        rows(step([1, 2], [3, 4], advantage=wrong))
+
+
 def test_a_broken_prefix_is_two_rows() -> None:
     first, second = rows(step([1, 2], [3, 4]), step([1, 2, 9, 4, 5], [6, 7]))
     assert first.tokens == (1, 2, 3, 4) and first.loss_mask == (0, 1, 1)

@@ -223,6 +223,14 @@ def test_missing_metrics_are_left_out_of_the_line(tmp_path: Path) -> None:
     assert plain([{}, {"policy/loss": math.nan}], tmp_path)[:2] == ["step 0/60", "step 1/60  loss nan"]
 
 
+def test_without_rollouts_the_loss_is_shown_and_no_speed_of_sampling(tmp_path: Path) -> None:
+    given = {"policy/loss": 1.25, "tokens/generated_per_s": 0.0, "tokens/trained_per_s": 900.0}
+    assert plain([{}, given], tmp_path)[1] == "step 1/60  loss 1.250  train 900 tok/s"
+    pairs = {"dpo/loss": math.log(2), "policy/entropy": 1.0}
+    assert plain([{}, pairs], tmp_path)[1] == "step 1/60  loss 0.693"
+    assert plain([{}, {"reward/mean": 0.5, **pairs}], tmp_path)[1] == "step 1/60  reward 0.500"
+
+
 class Clock:
     """Seconds that pass when told."""
 

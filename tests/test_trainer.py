@@ -124,6 +124,15 @@ async def test_fit_async_runs_inside_a_running_loop(tmp_path: Path) -> None:
     assert result.steps == 1
 
 
+def test_several_updates_per_batch_are_off_policy_and_counted_as_steps(tmp_path: Path) -> None:
+    config = small(tmp_path, "--trainer.steps=5", "--trainer.updates_per_batch=2", "--optimizer.lr=1e-3")
+    result = UnifiedTrainer(config).fit()
+    rows = metrics(result.run_dir)
+    assert [row["step"] for row in rows] == [0, 2, 4, 5]  # the last batch has one step left
+    assert rows[1]["policy/logprob_gap_max"] > 1e-3  # the second update of a batch is not on-policy
+    assert rows[-1]["episodes/trained"] == 3 * 8
+
+
 def test_steps_zero_only_evaluates(tmp_path: Path) -> None:
     result = UnifiedTrainer(small(tmp_path, "--trainer.steps=0")).fit()
     assert result.steps == 0 and "eval/countdown/pass@1" in result.first_evaluation

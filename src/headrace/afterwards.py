@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from headrace.assembly import assemble, resolve_objective
+from headrace.assembly import assemble_evaluation, resolve_objective
 from headrace.backends.base import Backend
 from headrace.checkpoint import list_checkpoints, load_checkpoint
 from headrace.config import RunConfig
@@ -55,7 +55,7 @@ async def _export(config: RunConfig, checkpoint: Path, out: Path) -> None:
 
 
 async def _evaluate(config: RunConfig, checkpoint: Path | None) -> dict[str, float]:
-    parts = await asyncio.to_thread(assemble, config)
+    parts = await asyncio.to_thread(assemble_evaluation, config)
     try:
         if checkpoint is not None:
             await load_checkpoint(checkpoint, parts.backend)

@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from headrace.agents.chat import ChatTemplate
 from headrace.agents.loop import AgentLoopManager
-from headrace.agents.workflow import as_run_function, demonstration
+from headrace.agents.workflow import RunFunction, as_run_function, demonstration, preference, single_turn
 from headrace.backends.base import Backend
 from headrace.combinations import check_combinations, chosen
-from headrace.config import RunConfig
+from headrace.config import AlgorithmSection, EvalSet, RunConfig
 from headrace.data.sampler import TaskSampler
 from headrace.data.task import Task, load_tasks
 from headrace.engine.base import RolloutEngine
+from headrace.errors import ConfigError
 from headrace.evaluator import Evaluator
 from headrace.judge.base import Judger, as_judger
-from headrace.objectives import Objective
+from headrace.objectives import Objective, demonstration_sampler
 from headrace.pipeline.buffer import Grouping
-from headrace.registry import resolve
+from headrace.registry import nearest, resolve
 
 Tasks = Iterable[Task | dict[str, Any]]
+EvaluationSets = dict[str, tuple[EvalSet, list[Task]]]
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationParts:
+    """What evaluating takes."""
+
+    backend: Backend
+    engine: RolloutEngine
+    chat: ChatTemplate
+    eval_manager: AgentLoopManager
+    evaluator: Evaluator
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,35 +72,70 @@ def assemble(
     judger: Any = None,
     eval_tasks: dict[str, Tasks] | None = None,
 ) -> RunParts:
-    """Build every part. Objects given here go before what the configuration names."""
-    run = as_run_function(
-        workflow if workflow is not None else resolve("workflow", config.workflow.name), config.workflow.args
-    )
-    judge = _judger(config, judger)
+    """Build every part. Objects given here go before what the configuration names.
+
+    Names first, then tasks, then the model: what is cheap to find wrong is found before what is dear to load.
+    """
+    run, judge = _run_function(config, workflow), _judger(config, judger)
     for name in chosen(config.algorithm, "estimator"):
         resolve("estimator", name)
+    grouping: Grouping | None = resolve("grouping", config.workflow.grouping) if config.workflow.grouping else None
+    new_objective = resolve("objective", config.algorithm.objective)
+    new_backend = _checked_backend(config)
     train_tasks = load_tasks(tasks) if tasks is not None else load_tasks(config.data.tasks, **config.data.args)
     sampler = TaskSampler(
         train_tasks, config.trainer.batch_size, config.run.seed, config.data.shuffle, config.data.drop_last
     )
-    sets = {
-        name: (section, load_tasks((eval_tasks or {}).get(name) or section.tasks, **section.args))
-        for name, section in config.eval.sets.items()
-    }
-    backend: Backend = resolve("backend", config.backend.name)(config)
-    backend.check(config)
+    sets = _evaluation_sets(config, eval_tasks)
+    demonstrations = demonstration_sampler(config)
+    parts = _evaluation_parts(config, run, judge, sets, new_backend)
+    if config.algorithm.objective == "sft":
+        run, judge = demonstration, None
+    manager = AgentLoopManager(
+        run, parts.engine, parts.chat, judge, *_limits(config), needs_reward=_needs_reward(config.algorithm)
+    )
+    objective: Objective = new_objective(config, parts.backend, parts.chat, demonstrations)
+    return RunParts(
+        parts.backend, parts.engine, sampler, manager, parts.eval_manager, parts.evaluator, objective, grouping
+    )
+
+
+def assemble_evaluation(config: RunConfig) -> EvaluationParts:
+    """Build what evaluating takes, and nothing that only training needs."""
+    run, judge, new_backend = _run_function(config, None), _judger(config, None), _checked_backend(config)
+    return _evaluation_parts(config, run, judge, _evaluation_sets(config, None), new_backend)
+
+
+def _evaluation_parts(
+    config: RunConfig, run: RunFunction, judge: Judger | None, sets: EvaluationSets, new_backend: Any
+) -> EvaluationParts:
+    """Loads the model."""
+    backend: Backend = new_backend(config)
     engine = backend.create_engine()
     chat = ChatTemplate(backend.tokenizer)
-    needs_rewards = chosen(config.algorithm, "estimator") != {"distill"}
-    limits = (config.rollout.max_concurrent, config.rollout.timeout_s, needs_rewards)
-    eval_manager = AgentLoopManager(run, engine, chat, judge, *limits)
-    manager = eval_manager
-    if config.algorithm.objective == "sft":
-        manager = AgentLoopManager(demonstration, engine, chat, None, *limits)
-    evaluator = Evaluator(sets, config.rollout, config.run.seed)
-    objective: Objective = resolve("objective", config.algorithm.objective)(config, backend, chat)
-    grouping: Grouping | None = resolve("grouping", config.workflow.grouping) if config.workflow.grouping else None
-    return RunParts(backend, engine, sampler, manager, eval_manager, evaluator, objective, grouping)
+    if run is preference:  # given pairs hold nothing to evaluate: the model is asked
+        run = single_turn
+    manager = AgentLoopManager(run, engine, chat, judge, *_limits(config), training=False)
+    return EvaluationParts(backend, engine, chat, manager, Evaluator(sets, config.rollout, config.run.seed))
+
+
+def _checked_backend(config: RunConfig) -> Any:
+    """The backend's class, which can do all that the configuration asks for."""
+    found = resolve("backend", config.backend.name)
+    found.check(config)
+    return found
+
+
+def _run_function(config: RunConfig, workflow: Any) -> RunFunction:
+    return as_run_function(
+        workflow if workflow is not None else resolve("workflow", config.workflow.name), config.workflow.args
+    )
+
+
+def _needs_reward(algorithm: AlgorithmSection) -> Callable[[str], bool]:
+    """Which roles are trained by reward: neither those that a teacher teaches, nor those that are not trained."""
+    untrained = {name for name, role in algorithm.roles.items() if not role.train}
+    return lambda role: role not in untrained and algorithm.for_role(role).estimator != "distill"
 
 
 def _judger(config: RunConfig, judger: Any) -> Judger | None:
@@ -95,3 +143,21 @@ def _judger(config: RunConfig, judger: Any) -> Judger | None:
         return as_judger(judger, {})
     name = config.workflow.judger
     return as_judger(resolve("judger", name), config.workflow.judger_args) if name else None
+
+
+def _limits(config: RunConfig) -> tuple[int, float]:
+    return config.rollout.max_concurrent, config.rollout.timeout_s
+
+
+def _evaluation_sets(config: RunConfig, given: dict[str, Tasks] | None) -> EvaluationSets:
+    given = given or {}
+    for name in given:
+        if name not in config.eval.sets:
+            raise ConfigError(
+                f'eval_tasks has tasks for the set "{name}", which the configuration does not name'
+                f"{nearest(name, config.eval.sets)}; add a section [eval.sets.{name}]"
+            )
+    return {
+        name: (section, load_tasks(given[name]) if name in given else load_tasks(section.tasks, **section.args))
+        for name, section in config.eval.sets.items()
+    }

@@ -23,6 +23,10 @@ _KNOBS = {
     "gae_lambda": ("estimator", ("gae",)),
     "value_coef": ("estimator", ("gae",)),
 }
+_BOUNDED = ("tis", "icepop", "sequence_mask")
+_CORRECTION_KNOBS = {"level": ("tis",), "low": _BOUNDED, "high": _BOUNDED, "floor": ("veto",)}
+_READ_OLD_LOGPROBS = {"ppo_clip", "gspo", "cispo"}
+_READ_NO_REWARD = {"distill", "constant"}
 
 
 def check_combinations(config: RunConfig) -> None:
@@ -42,6 +46,16 @@ def _changed(section: Section, key: str) -> bool:
     return getattr(section, key) != type(section).model_fields[key].get_default()
 
 
+def _has_own(names: set[str], kind: str) -> bool:
+    """Whether one is a user's own, which may read anything."""
+    return not names <= builtin(kind).keys()
+
+
+def _reads_pairs(config: RunConfig) -> bool:
+    """Whether preference pairs come from a file: each task is then one episode with two replies."""
+    return config.algorithm.objective == "dpo" and config.workflow.name == "preference"
+
+
 def _groups(config: RunConfig) -> Iterator[str]:
     algorithm, size = config.algorithm, config.rollout.group_size
     if algorithm.objective == "rl":
@@ -56,10 +70,32 @@ def _groups(config: RunConfig) -> Iterator[str]:
                 f"algorithm.pass_k is {algorithm.pass_k} with rollout.group_size {size}: every rollout would get the "
                 f"same credit; lower pass_k or raise the group size"
             )
-        if config.rollout.temperature == 0:
-            yield "rollout.temperature must be above 0 to train, got 0; greedy rollouts do not explore"
-        if config.filters.min_trajectories > size:
-            yield f"filters.min_trajectories is {config.filters.min_trajectories}, more than rollout.group_size {size}"
+    if algorithm.objective != "sft" and not _reads_pairs(config) and config.rollout.temperature == 0:
+        yield "rollout.temperature must be above 0 to train, got 0; greedy rollouts are all the same"
+
+
+def _filters(config: RunConfig) -> Iterator[str]:
+    filters, algorithm, size = config.filters, config.algorithm, config.rollout.group_size
+    why = ""
+    if algorithm.objective == "sft":
+        size, why = 1, "objective sft trains one demonstration per task"
+    elif _reads_pairs(config):
+        size, why = 2, "a given pair is never uniform"
+    elif size == 1:
+        why = "rollout.group_size is 1"
+    elif algorithm.objective == "rl" and chosen(algorithm, "estimator") == {"distill"}:
+        why = 'estimator "distill" compares no rewards'
+    for key in ("drop_uniform", "min_partial_tasks"):
+        if why and _changed(filters, key):
+            yield f"filters.{key} looks for different rewards in a group, and {why}; remove it"
+    if algorithm.objective == "sft" and filters.drop_terminations:
+        yield "filters.drop_terminations does nothing with objective sft, whose demonstrations are whole; remove it"
+    if filters.min_trajectories > size:
+        remedy = "lower it" if size != config.rollout.group_size else "lower it or raise rollout.group_size"
+        yield (
+            f"filters.min_trajectories is {filters.min_trajectories}, and a group has {size}: all would be dropped; "
+            f"{remedy}"
+        )
 
 
 def _preferences(config: RunConfig) -> Iterator[str]:
@@ -75,9 +111,11 @@ def _preferences(config: RunConfig) -> Iterator[str]:
             f"dpo pairs the best with the worst of a group, and rollout.group_size is {config.rollout.group_size}; "
             f'raise it to 2 or more, or read pairs from a file with workflow.name = "preference"'
         )
-    for key in ("estimator", "loss", "roles", "value_head", "entropy_coef", "aggregation"):
+    for key in ("estimator", "loss", "roles", "value_head", "entropy_coef", "aggregation", "proximal", *_KNOBS):
         if _changed(algorithm, key) and not (key == "loss" and algorithm.loss == "dpo"):
             yield f"algorithm.{key} does nothing with objective dpo; remove it"
+    if config.sft != SftSection():
+        yield "the section [sft] does nothing with objective dpo; remove it"
     if algorithm.use_precomputed_advantage:
         yield "algorithm.use_precomputed_advantage does nothing with objective dpo, which uses no advantages; remove it"
     if algorithm.correction.name != "none":
@@ -86,13 +124,22 @@ def _preferences(config: RunConfig) -> Iterator[str]:
         yield "algorithm.kl does nothing with objective dpo, whose beta pulls to the reference; set dpo.beta instead"
 
 
+_NOT_SUPERVISED = (
+    "estimator", "loss", "correction", "kl", "roles", "value_head", "use_precomputed_advantage", "proximal", *_KNOBS
+)  # fmt: skip
+
+
 def _supervision(config: RunConfig) -> Iterator[str]:
+    if config.algorithm.objective == "dpo":
+        return
     if config.algorithm.objective == "sft":
-        for key in ("estimator", "loss", "correction", "kl", "roles", "value_head", "use_precomputed_advantage"):
+        for key in _NOT_SUPERVISED:
             if _changed(config.algorithm, key):
                 yield f"algorithm.{key} does nothing with objective sft; remove it"
-        if config.sft.coef:
+        if config.sft != SftSection():
             yield "the section [sft] mixes demonstrations into reinforcement learning; with objective sft use [data]"
+    elif config.sft.coef and config.trainer.updates_per_batch > 1:
+        yield "sft.coef goes with one update per batch, got trainer.updates_per_batch above 1; set it to 1"
     elif config.sft.coef and not config.sft.tasks:
         yield "sft.coef is set, but sft.tasks is empty; name where the demonstrations come from"
     elif config.sft != SftSection() and not config.sft.coef:
@@ -107,10 +154,40 @@ def _ratios(config: RunConfig) -> Iterator[str]:
             f'correction "{correction.name}" compares the sampler with the learner\'s own log-probabilities, which '
             f'algorithm.proximal = "sampler" does not compute; set algorithm.proximal = "recompute"'
         )
-    if correction.low >= correction.high:
+    for key, readers in _CORRECTION_KNOBS.items():
+        if _changed(correction, key) and correction.name not in readers:
+            yield (
+                f"algorithm.correction.{key} is read by correction {', '.join(readers)}, not by "
+                f'"{correction.name}"; remove it or set algorithm.correction.name'
+            )
+    if correction.name in _BOUNDED and correction.low >= correction.high:
         yield f"correction.low {correction.low:g} must be below correction.high {correction.high:g}"
-    if correction.level == "sequence" and correction.name not in ("tis", "none"):
-        yield f'correction.level "sequence" is for tis, got "{correction.name}"; remove it'
+    losses = chosen(algorithm, "loss")
+    reads_old = _has_own(losses, "loss") or bool(losses & _READ_OLD_LOGPROBS) or correction.name != "none"
+    if algorithm.objective == "rl" and algorithm.proximal == "recompute" and not reads_old:
+        yield (
+            f'algorithm.proximal = "recompute" costs a forward pass whose result loss {", ".join(sorted(losses))} does '
+            f"not read, and no correction is on; remove it"
+        )
+
+
+def _sums(config: RunConfig) -> Iterator[str]:
+    """What is added to a loss, or taken off a reward, and what the sum is divided by."""
+    algorithm, kl = config.algorithm, config.algorithm.kl
+    if _changed(algorithm, "aggregation_length") and algorithm.aggregation != "constant":
+        yield (
+            f'algorithm.aggregation_length is read by aggregation "constant", not by "{algorithm.aggregation}"; '
+            f"remove it or set algorithm.aggregation"
+        )
+    for key in ("kind", "where"):
+        if not kl.coef and _changed(kl, key):
+            yield f"algorithm.kl.{key} does nothing while algorithm.kl.coef is 0; set it or remove the section"
+    estimators = chosen(algorithm, "estimator")
+    if algorithm.objective == "rl" and kl.coef and kl.where == "reward" and estimators <= _READ_NO_REWARD:
+        yield (
+            f'algorithm.kl.where = "reward" takes the divergence off rewards, which estimator '
+            f'{", ".join(sorted(estimators))} does not read; set algorithm.kl.where = "loss"'
+        )
 
 
 def _values(config: RunConfig) -> Iterator[str]:
@@ -124,10 +201,12 @@ def _values(config: RunConfig) -> Iterator[str]:
 def _teaching(config: RunConfig) -> Iterator[str]:
     distilled = "distill" in chosen(config.algorithm, "estimator")
     built_in = config.workflow.name in builtin("workflow")  # a user's own may be under self_distill
-    if config.distill != DistillSection() and built_in and not distilled:
+    if config.distill != DistillSection() and config.algorithm.objective != "rl":
+        yield f"the section [distill] does nothing with objective {config.algorithm.objective}; remove it"
+    elif config.distill != DistillSection() and built_in and not distilled:
         yield (
-            'the section [distill] does nothing: set algorithm.estimator = "distill", or use a workflow of your own '
-            "under self_distill"
+            'the section [distill] does nothing: set algorithm.estimator = "distill" (also where the workflow is given '
+            "as an object), or use a workflow of your own under self_distill"
         )
     if config.distill.refresh_every and config.distill.teacher != "initial":
         yield 'distill.refresh_every copies the policy into the teacher, which needs distill.teacher = "initial"'
@@ -139,10 +218,18 @@ def _knobs(config: RunConfig) -> Iterator[str]:
         return
     for knob, (kind, readers) in _KNOBS.items():
         names = chosen(algorithm, kind)
-        own = any(":" in name for name in names)  # a user's own may read anything
-        if _changed(algorithm, knob) and not own and not names & set(readers):
+        if _changed(algorithm, knob) and not _has_own(names, kind) and not names & set(readers):
             used = ", ".join(sorted(names))
             yield f"algorithm.{knob} is read by {kind} {', '.join(readers)}, not by {used}; remove it"
+
+
+def _evaluation(config: RunConfig) -> Iterator[str]:
+    for name, section in config.eval.sets.items():
+        if section.attempts > 1 and section.temperature == 0:
+            yield (
+                f"eval.sets.{name}.attempts is {section.attempts} at temperature 0, where all attempts are the same; "
+                f"raise eval.sets.{name}.temperature or set attempts = 1"
+            )
 
 
 def _modes(config: RunConfig) -> Iterator[str]:
@@ -158,11 +245,14 @@ def _modes(config: RunConfig) -> Iterator[str]:
 
 _RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _groups,
+    _filters,
     _preferences,
     _supervision,
     _ratios,
+    _sums,
     _values,
     _teaching,
     _knobs,
+    _evaluation,
     _modes,
 )

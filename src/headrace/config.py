@@ -108,7 +108,7 @@ class EngineSection(Section):
     """What generates tokens."""
 
     name: str = "torch"
-    """A registered rollout engine."""
+    """A registered rollout engine; backend "local" samples with "torch"."""
     max_batch: int = Field(default=128, ge=1)
     """Sequences decoded together."""
     max_model_length: int | None = Field(default=None, ge=2)
@@ -262,8 +262,8 @@ class FilterSection(Section):
     """Drop groups whose rewards are all equal (their advantages are 0), and roll out others until the batch is full."""
     min_trajectories: int = Field(default=1, ge=1)
     """Drop groups in which fewer trajectories are left (after failures and dropped terminations)."""
-    drop_terminations: tuple[Literal["length", "turns", "tokens", "timeout", "error"], ...] = ("timeout", "error")
-    """Episodes that ended for one of these reasons are not trained."""
+    drop_terminations: tuple[Literal["length", "turns", "tokens", "timeout"], ...] = ()
+    """Episodes that ended for one of these reasons without failing are not trained; failed ones never are."""
     min_partial_tasks: int = Field(default=0, ge=0)
     """Rejection sampling: add batches to the step until so many of its tasks are solved by some rollouts and not by
     others; 0 turns it off."""
@@ -315,7 +315,10 @@ class TrainerSection(Section):
     steps: int = Field(default=100, ge=0)
     """Optimizer steps."""
     batch_size: int = Field(default=16, ge=1)
-    """Tasks (groups) per optimizer step."""
+    """Tasks (groups) per batch."""
+    updates_per_batch: int = Field(default=1, ge=1)
+    """Optimizer steps on each batch, each on an equal share of its rows. Above 1 all but the first are off-policy, and
+    the losses' ratios and clips come into play."""
     placement: Literal["colocate"] = "colocate"
     """Where the engine runs: "colocate" shares device and weights with the learner."""
     max_staleness: Literal[0] = 0

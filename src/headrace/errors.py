@@ -43,7 +43,7 @@ class BackendError(HeadraceError, RuntimeError):
 
 
 class WorkflowError(HeadraceError, RuntimeError):
-    """User code (a workflow or a judger) failed; the episode fails with it, not the run."""
+    """User code failed: a workflow or a judger, which fails the episode; or a grouping hook, which ends the run."""
 
 
 class DivergedError(HeadraceError, ArithmeticError):

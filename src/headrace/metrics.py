@@ -53,6 +53,15 @@ class MetricsAggregator:
         joined = {key: self._joined(key, state) for key, state in other._states.items()}
         self._states.update(joined)  # after all of them joined, so that an error leaves this aggregator as it was
 
+    def renamed(self, prefix: str, new_prefix: str) -> MetricsAggregator:
+        """The same metrics, with `new_prefix` where a key began with `prefix`."""
+        other = MetricsAggregator()
+        other._states = {
+            new_prefix + key.removeprefix(prefix) if key.startswith(prefix) else key: state
+            for key, state in self._states.items()
+        }
+        return other
+
     def reduce(self) -> dict[str, float]:
         """One number per key, keys sorted."""
         return {key: self._states[key].result() for key in sorted(self._states)}

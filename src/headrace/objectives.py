@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -10,6 +11,7 @@ from typing import Any, Protocol
 from headrace.advantage.assign import assign_advantages, trained_roles
 from headrace.advantage.distill import is_distilled, with_teacher
 from headrace.advantage.gae import gae
+from headrace.advantage.precomputed import brings_advantages
 from headrace.advantage.preference import form_pairs
 from headrace.agents.chat import ChatTemplate
 from headrace.backends.base import Backend
@@ -18,19 +20,41 @@ from headrace.data.episode import Trajectory, TrajectoryGroup
 from headrace.data.sample import NO_VERSION, Sample, TrainBatch, merge_steps
 from headrace.data.sampler import TaskSampler
 from headrace.data.task import load_tasks
+from headrace.errors import BackendError, ConfigError
 from headrace.metrics import MetricsAggregator, Reducer
-from headrace.pipeline.batcher import grad_scale, pack, to_samples
+from headrace.pipeline.batcher import grad_scale, pack, split, to_samples
 
 IMITATE = AlgorithmSection(loss="cross_entropy")
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
-    """Batches of one optimizer step with the settings each is trained by; none means that there is nothing to train."""
+class Part:
+    """One batch of an optimizer step, the settings it is trained by, and where its figures are reported."""
 
-    parts: tuple[tuple[TrainBatch, AlgorithmSection], ...]
+    batch: TrainBatch
+    algorithm: AlgorithmSection
+    area: str = "policy"
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """The batches of one optimizer step; none means that there is nothing to train."""
+
+    parts: tuple[Part, ...]
     grad_scale: float
     metrics: MetricsAggregator
+
+
+def in_shares(prepared: Prepared, shares: int, micro_batch_tokens: int) -> list[Prepared]:
+    """One optimizer step as several, each on an equal share of the rows."""
+    if shares == 1:
+        return [prepared]
+    (part,) = prepared.parts  # a supervised term beside it is refused at start-up
+    batches = split(part.batch, part.algorithm, micro_batch_tokens, shares)
+    return [
+        Prepared((replace(part, batch=batch),), grad_scale([batch], part.algorithm), MetricsAggregator())
+        for batch in batches
+    ]
 
 
 class Objective(Protocol):
@@ -42,67 +66,103 @@ class Objective(Protocol):
 
 
 class AdvantageObjective:
-    """Rewards (or a teacher, or a value head) to advantages to rows. Supervised training is its simplest case."""
+    """Rewards (or a teacher, or a value head) to advantages to rows. Supervised training is its simplest case.
 
-    def __init__(self, config: RunConfig, backend: Backend, chat: ChatTemplate) -> None:
+    `demonstrations`, for a supervised term beside reinforcement learning, go before those that the configuration names.
+    """
+
+    def __init__(
+        self, config: RunConfig, backend: Backend, chat: ChatTemplate, demonstrations: TaskSampler | None = None
+    ) -> None:
         self._config = config
         self._algorithm = config.algorithm
         self._backend = backend
-        self._demonstrations = _Demonstrations(config, chat) if config.sft.coef else None
+        demonstrations = demonstrations or demonstration_sampler(config)
+        self._demonstrations = _Demonstrations(config, chat, demonstrations) if demonstrations else None
 
     async def prepare(self, groups: Sequence[TrajectoryGroup], step: int) -> Prepared:
         metrics = MetricsAggregator()
         groups = await self._with_penalty(trained_roles(groups, self._algorithm), metrics)
-        samples = to_samples(await self._with_advantages(groups))
-        samples = await self._with_values(samples)
+        samples = await self._rows(groups)
         if not samples:
             return Prepared((), 1.0, metrics)
         if self._algorithm.kl.coef and self._algorithm.kl.where == "loss":
             samples = await self._with_reference(samples)
+        if self._algorithm.proximal == "recompute" and self._config.trainer.updates_per_batch > 1:
+            samples = await self._with_old(samples)
         batch = self._pack(samples)
         scale = grad_scale([batch], self._algorithm)
-        parts = [(batch, self._algorithm)]
+        parts = [Part(batch, self._algorithm)]
         if self._demonstrations is not None:
-            parts.append((self._demonstrations.batch(step, scale), IMITATE))
+            parts.append(Part(self._demonstrations.batch(step, scale), IMITATE, "sft"))
         return Prepared(tuple(parts), scale, metrics)
 
     def _pack(self, samples: Sequence[Sample]) -> TrainBatch:
         return pack(samples, self._algorithm, self._config.backend.micro_batch_tokens)
 
-    async def _with_advantages(self, groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
-        """Distilled groups get theirs from the teacher, all others from their estimators."""
+    async def _rows(self, groups: Sequence[TrajectoryGroup]) -> list[Sample]:
+        """Rows with advantages: a teacher's, the workflow's own, the value head's or an estimator's."""
         taught = [group for group in groups if is_distilled(group, self._algorithm)]
         others = [group for group in groups if not is_distilled(group, self._algorithm)]
-        if taught:
-            steps = [step for group in taught for t in group.trajectories for step in t.steps]
-            found = await self._backend.teacher_logprobs(steps)
-            scores = {id(step): scored for step, scored in zip(steps, found, strict=True)}
-            taught = [with_teacher(group, scores, self._config.distill) for group in taught]
-        return [*taught, *assign_advantages(others, self._algorithm)]
+        assigned = assign_advantages(others, self._algorithm)
+        valued = [self._is_valued(group) for group in others]
+        return [
+            *to_samples(await self._with_teacher(taught)),
+            *to_samples([group for group, by_value in zip(assigned, valued, strict=True) if not by_value]),
+            *await self._with_values(to_samples([g for g, by_value in zip(assigned, valued, strict=True) if by_value])),
+        ]
+
+    def _is_rewarded(self, group: TrajectoryGroup) -> bool:
+        """Whether the group is trained by its rewards, and not by a teacher or the workflow's own advantages."""
+        own = self._algorithm.use_precomputed_advantage and brings_advantages(group)
+        return not own and not is_distilled(group, self._algorithm)
+
+    def _is_valued(self, group: TrajectoryGroup) -> bool:
+        return self._algorithm.for_role(group.name).estimator == "gae" and self._is_rewarded(group)
+
+    async def _with_teacher(self, groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
+        if not groups:
+            return []
+        steps = [step for group in groups for t in group.trajectories for step in t.steps]
+        found = await self._backend.teacher_logprobs(steps)
+        if len(found) != len(steps):
+            raise BackendError(f"the teacher was asked about {len(steps)} steps and scored {len(found)}")
+        scores = {id(step): scored for step, scored in zip(steps, found, strict=True)}
+        return [with_teacher(group, scores, self._config.distill) for group in groups]
 
     async def _with_penalty(
         self, groups: Sequence[TrajectoryGroup], metrics: MetricsAggregator
     ) -> Sequence[TrajectoryGroup]:
-        """KL in the reward: its sum over a trajectory's tokens is taken off before advantages are computed."""
+        """KL in the reward: its sum over a trajectory's tokens is taken off before advantages are computed.
+
+        Groups without rewards (a teacher, or the workflow itself, says their advantages) have none to take it off.
+        """
         kl = self._algorithm.kl
         if not (kl.coef and kl.where == "reward"):
             return groups
-        owners = [(g, t) for g, group in enumerate(groups) for t in range(len(group.trajectories))]
-        rows = [(owner, row) for owner in owners for row in merge_steps(groups[owner[0]].trajectories[owner[1]])]
+        divergence = {
+            (g, t): 0.0
+            for g, group in enumerate(groups)
+            if self._is_rewarded(group)
+            for t in range(len(group.trajectories))
+        }
+        if not divergence:
+            warnings.warn(
+                'algorithm.kl.where is "reward", and no group of the batch is trained by its reward: the teacher or '
+                'the workflow gives the advantages; use algorithm.kl.where = "loss"',
+                stacklevel=2,
+            )
+            return groups
+        rows = [((g, t), row) for g, t in divergence for row in merge_steps(_plain(groups[g].trajectories[t]))]
         scored = await self._with_reference([row for _, row in rows])
-        divergence = dict.fromkeys(owners, 0.0)
         for (owner, _), row in zip(rows, scored, strict=True):
             divergence[owner] += _divergence(kl.kind, row)
         for value in divergence.values():
-            metrics.record("policy/kl_to_reference", value, Reducer.MEAN)
+            metrics.record("reward/kl_to_reference", value, Reducer.MEAN)
         return [
-            replace(
-                group,
-                trajectories=tuple(
-                    replace(trajectory, reward=reward - kl.coef * divergence[g, t])
-                    for t, (trajectory, reward) in enumerate(zip(group.trajectories, group.rewards(), strict=True))
-                ),
-            )
+            _penalised(group, [kl.coef * divergence[g, t] for t in range(len(group.trajectories))])
+            if self._is_rewarded(group)
+            else group
             for g, group in enumerate(groups)
         ]
 
@@ -110,21 +170,26 @@ class AdvantageObjective:
         scored = await self._backend.compute_logprobs(self._pack(samples), of="reference")
         return [replace(s, reference_logprobs=tuple(row)) for s, row in zip(samples, scored, strict=True)]
 
+    async def _with_old(self, samples: Sequence[Sample]) -> list[Sample]:
+        """With the learner's own log-probabilities now: after the first of several updates they would be others."""
+        scored = await self._backend.compute_logprobs(self._pack(samples))
+        return [replace(s, old_logprobs=tuple(row)) for s, row in zip(samples, scored, strict=True)]
+
     async def _with_values(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Rows of roles under gae get advantages and returns from the value head."""
-        chosen = [i for i, s in enumerate(samples) if self._algorithm.for_role(s.role).estimator == "gae"]
-        found = list(samples)
-        if chosen:
-            values = await self._backend.compute_values(self._pack([samples[i] for i in chosen]))
-            for index, row_values in zip(chosen, values, strict=True):
-                found[index] = _with_gae(samples[index], row_values, self._algorithm)
-        return found
+        """The rows with advantages and returns from the value head."""
+        if not samples:
+            return []
+        values = await self._backend.compute_values(self._pack(samples))
+        return [_with_gae(row, row_values, self._algorithm) for row, row_values in zip(samples, values, strict=True)]
 
 
 class PreferenceObjective:
     """Pairs of better and worse rollouts, compared with the reference. Advantages play no part."""
 
-    def __init__(self, config: RunConfig, backend: Backend, chat: ChatTemplate) -> None:
+    def __init__(
+        self, config: RunConfig, backend: Backend, chat: ChatTemplate, demonstrations: TaskSampler | None = None
+    ) -> None:
+        assert demonstrations is None, "preferences have no supervised term: check_combinations refuses it"
         self._config = config
         self._algorithm = config.algorithm.model_copy(update={"aggregation": "sequence_mean_token_sum"})
         self._backend = backend
@@ -139,7 +204,7 @@ class PreferenceObjective:
         if not samples:
             return Prepared((), 1.0, metrics)
         batch = self._pack(await self._with_known_reference(samples))
-        return Prepared(((batch, self._algorithm),), grad_scale([batch], self._algorithm), metrics)
+        return Prepared((Part(batch, self._algorithm),), grad_scale([batch], self._algorithm), metrics)
 
     async def _with_known_reference(self, samples: Sequence[Sample]) -> list[Sample]:
         """The reference never changes: a pair of a file that comes again in a later epoch is not scored again."""
@@ -157,17 +222,28 @@ class PreferenceObjective:
         return pack(samples, self._algorithm, self._config.backend.micro_batch_tokens, together=2)
 
 
+def demonstration_sampler(config: RunConfig) -> TaskSampler | None:
+    """The demonstrations of the supervised term, batch by batch; None where there is no such term."""
+    section = config.sft
+    if not section.coef:
+        return None
+    tasks = load_tasks(section.tasks, **section.args)
+    if len(tasks) < section.batch_size:
+        raise ConfigError(
+            f"sft.batch_size is {section.batch_size}, but {section.tasks} has only {len(tasks)} demonstrations; "
+            f"lower it"
+        )
+    return TaskSampler(tasks, section.batch_size, config.run.seed)
+
+
 class _Demonstrations:
     """A supervised term beside reinforcement learning: `coef` times the mean cross-entropy of a batch of turns."""
 
-    def __init__(self, config: RunConfig, chat: ChatTemplate) -> None:
-        section = config.sft
-        self._section = section
+    def __init__(self, config: RunConfig, chat: ChatTemplate, sampler: TaskSampler) -> None:
+        self._section = config.sft
         self._budget = config.backend.micro_batch_tokens
         self._chat = chat
-        self._sampler = TaskSampler(
-            load_tasks(section.tasks, **section.args), section.batch_size, config.run.seed, drop_last=True
-        )
+        self._sampler = sampler
 
     def batch(self, step: int, scale: float) -> TrainBatch:
         """The batch of a step, weighted so that `scale`, which the whole gradient is multiplied with, cancels."""
@@ -183,12 +259,25 @@ class _Demonstrations:
         return replace(pack(samples, IMITATE, self._budget), weights=(weight,) * len(samples))
 
 
+def _plain(trajectory: Trajectory) -> Trajectory:
+    """Without the workflow's advantages, which are not replaced yet and may be of the wrong length."""
+    return replace(trajectory, steps=tuple(replace(step, advantage=None) for step in trajectory.steps))
+
+
+def _penalised(group: TrajectoryGroup, penalties: Sequence[float]) -> TrajectoryGroup:
+    """The group with so much less reward for each trajectory."""
+    members = zip(group.trajectories, group.rewards(), penalties, strict=True)
+    return replace(group, trajectories=tuple(replace(t, reward=reward - less) for t, reward, less in members))
+
+
 def _divergence(kind: str, row: Sample) -> float:
-    """Sum over the trained tokens of the divergence between sampler and reference."""
+    """Sum over the trained tokens of the divergence between sampler and reference; given text has no sampler."""
     assert row.reference_logprobs is not None
     total = 0.0
-    for trained, ours, theirs in zip(row.loss_mask, row.logprobs, row.reference_logprobs, strict=True):
-        if trained:
+    for trained, version, ours, theirs in zip(
+        row.loss_mask, row.versions, row.logprobs, row.reference_logprobs, strict=True
+    ):
+        if trained and version != NO_VERSION:
             d = ours - theirs
             total += {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d, "abs": abs(d)}[kind]
     return total

@@ -8,8 +8,9 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
+import inspect
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,17 @@ def resolve(kind: str, name: str) -> Any:
         f'unknown {kind} "{name}"{nearest(name, names(kind))}; known: {", ".join(names(kind))}, '
         f'or your own as "module:object"'
     )
+
+
+def call_with(target: Callable[..., Any], args: Mapping[str, Any], what: str) -> Any:
+    """Call what a run file names with the arguments that it gives; `what` names it where they do not fit."""
+    try:
+        inspect.signature(target).bind(**args)
+    except TypeError as error:
+        raise ConfigError(f"{what} cannot be called with the arguments {dict(args)}: {error}") from None
+    except ValueError:  # written in C, without a signature: the call itself will tell
+        pass
+    return target(**args)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
+from rich.text import Text
 
 from headrace.config import RunConfig
 from headrace.errors import MissingExtraError
@@ -22,15 +23,20 @@ def summarize(result: RunResult, config: RunConfig) -> None:
     picture = _draw(result, config)
     if result.first_evaluation or result.last_evaluation:
         console.print(_table(result, config))
-    lines = [f"run folder   {result.run_dir}"]
+    lines = [("run folder", str(result.run_dir))]
     if picture:
-        lines.append(f"curves       {picture}")
+        lines.append(("curves", picture))
     if result.interrupted:
-        lines.append(f"stopped after step {result.steps} of {config.trainer.steps}; the same command goes on from here")
+        lines.append(("stopped", f"after step {result.steps} of {config.trainer.steps}"))
+        lines.append(("go on", "the same command goes on from here"))
     else:
-        lines.append(f"metrics      {result.run_dir}/metrics.jsonl, or: tensorboard --logdir {result.run_dir}")
-        lines.append(f"checkpoints  {result.run_dir}/checkpoints")
-    console.print(Panel("\n".join(lines), title="stopped" if result.interrupted else "done", expand=False))
+        lines.append(("metrics", f"{result.run_dir}/metrics.jsonl and tensorboard/"))
+        lines.append(("the model", f"headrace export {result.run_dir} FOLDER"))
+        lines.append(("next", "an agent of your own: README.md and docs/workflows.md"))
+    grid = Table.grid(padding=(0, 2))
+    for name, text in lines:
+        grid.add_row(Text(name, style="bold"), Text(text, overflow="fold"))
+    console.print(Panel(grid, title="stopped" if result.interrupted else "done", expand=False))
 
 
 def _table(result: RunResult, config: RunConfig) -> Table:

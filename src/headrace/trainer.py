@@ -25,7 +25,7 @@ from headrace.data.task import Task
 from headrace.engine.base import SamplingParams
 from headrace.errors import DataError
 from headrace.metrics import MetricsAggregator, Reducer
-from headrace.objectives import Prepared
+from headrace.objectives import Prepared, in_shares
 from headrace.pipeline.buffer import FinishedGroup, TrajectoryGroupBuffer
 from headrace.pipeline.coordinator import SyncCoordinator
 from headrace.pipeline.schedule import learning_rate
@@ -99,12 +99,12 @@ class UnifiedTrainer:
         self._trackers.start(
             RunInfo(config.run.name, self._run_dir, config.trainer.steps, self._as_given.model_dump(mode="json"))
         )
-        await self._resume()
-        self._coordinator = SyncCoordinator(config.trainer.max_staleness, self._step)
+        version = await self._resume()
+        self._coordinator = SyncCoordinator(config.trainer.max_staleness, version)
         self._buffer = TrajectoryGroupBuffer(config, parts.grouping)
         self._batch_sizes: asyncio.Queue[int] = asyncio.Queue()
-        self._published = asyncio.Event()
-        await parts.engine.load_weights(self._step)
+        self._admission_changed = asyncio.Event()
+        await parts.engine.load_weights(version)
         if config.eval.before and self._step == 0:
             self._first_evaluation = await self._evaluate()
             self._trackers.log(0, self._first_evaluation)
@@ -118,8 +118,8 @@ class UnifiedTrainer:
         async with asyncio.TaskGroup() as groups:
             while True:
                 while not self._coordinator.may_open_batch():
-                    self._published.clear()
-                    await self._published.wait()
+                    self._admission_changed.clear()
+                    await self._admission_changed.wait()
                 tasks = self._parts.sampler.next_batch()
                 self._coordinator.open_batch()
                 self._batch_sizes.put_nowait(len(tasks))
@@ -157,15 +157,15 @@ class UnifiedTrainer:
             if not prepared.parts:
                 self._skip(finished, prepared)
                 continue
+            before = self._step
             metrics = await self._update(finished, prepared)
-            self._step += 1
             publication = await self._parts.backend.publish(self._coordinator.version + 1)
             trained = time.perf_counter()
             metrics.record("time/generate_s", generated - started, Reducer.LAST)
             metrics.record("time/train_s", trained - generated, Reducer.LAST)
-            await self._end_of_step(metrics, started)
             self._coordinator.published(publication.version)
-            self._published.set()
+            await self._end_of_step(metrics, started, before)
+            self._admission_changed.set()  # only now: evaluation and checkpoint see the engine idle
         if self._stop_requested and self._step < config.trainer.steps:
             await self._save()
 
@@ -179,7 +179,7 @@ class UnifiedTrainer:
                 return finished
             self._trackers.message(f"{partial} of {wanted} partly solved tasks; adding batch {added + 2}")
             self._coordinator.skipped()
-            self._published.set()
+            self._admission_changed.set()
             finished += await self._buffer.take(await self._batch_sizes.get())
         raise DataError(
             f"filters.min_partial_tasks wants {wanted} partly solved tasks, and {len(finished)} tasks in "
@@ -187,14 +187,18 @@ class UnifiedTrainer:
         )
 
     async def _update(self, finished: list[FinishedGroup], prepared: Prepared) -> MetricsAggregator:
-        """One optimizer step."""
+        """The optimizer steps on one batch."""
         config, backend = self.config, self._parts.backend
-        metrics = batch_metrics(finished, prepared.parts[0][0], self._coordinator.version)
+        metrics = batch_metrics(finished, prepared.parts[0].batch, self._coordinator.version)
         metrics.merge(prepared.metrics)
-        for batch, algorithm in prepared.parts:
-            metrics.merge(await backend.forward_backward(batch, algorithm))
-        rate = learning_rate(self._step + 1, config.trainer.steps, config.optimizer)
-        metrics.merge(await backend.optim_step(rate, prepared.grad_scale))
+        shares = min(config.trainer.updates_per_batch, config.trainer.steps - self._step)
+        for share in in_shares(prepared, shares, config.backend.micro_batch_tokens):
+            for part in share.parts:
+                figures = await backend.forward_backward(part.batch, part.algorithm)
+                metrics.merge(figures.renamed("policy/", f"{part.area}/"))
+            self._step += 1
+            rate = learning_rate(self._step, config.trainer.steps, config.optimizer)
+            metrics.merge(await backend.optim_step(rate, share.grad_scale))
         self._coordinator.settled(trained=sum(item.kept for item in finished))
         self._skipped_in_a_row = 0
         return metrics
@@ -203,14 +207,14 @@ class UnifiedTrainer:
         """Nothing in the batch can be trained: no update, and another batch in its place."""
         self._coordinator.settled(filtered=sum(item.kept for item in finished))
         self._coordinator.skipped()
-        self._published.set()
+        self._admission_changed.set()
         why = {key: value for key, value in prepared.metrics.reduce().items() if value}
         self._trackers.message(f"no update: the batch holds nothing to train {why}")
         self._skipped_in_a_row += 1
         if self._skipped_in_a_row >= self.config.filters.most_replacements:
             raise DataError(f"{self._skipped_in_a_row} batches in a row held nothing to train: {why}")
 
-    async def _end_of_step(self, metrics: MetricsAggregator, started: float) -> None:
+    async def _end_of_step(self, metrics: MetricsAggregator, started: float, before: int) -> None:
         """Evaluation, checkpoint, tracking."""
         config, step = self.config, self._step
         last = step == config.trainer.steps
@@ -220,12 +224,11 @@ class UnifiedTrainer:
         metrics.record("time/step_s", time.perf_counter() - started, Reducer.LAST)
         values = metrics.reduce()
         values |= _rates(values)
-        if (config.eval.every and step % config.eval.every == 0 and not last) or (config.eval.after and last):
+        if (_due(config.eval.every, before, step) and not last) or (config.eval.after and last):
             values |= await self._evaluate()
         self._trackers.log(step, values)
         self._last_metrics = values
-        every = config.trainer.save_every
-        if (every and step % every == 0) or (last and config.trainer.save_last):
+        if _due(config.trainer.save_every, before, step) or (last and config.trainer.save_last):
             await self._save()
 
     async def _evaluate(self) -> dict[str, float]:
@@ -234,19 +237,25 @@ class UnifiedTrainer:
 
     async def _save(self) -> None:
         state = TrainerState(
-            self._step, self._step, self._parts.sampler.position, self._next_group_id, self._first_evaluation
+            step=self._step,
+            version=self._coordinator.version,
+            sampler_position=self._parts.sampler.position,
+            next_group_id=self._next_group_id,
+            first_evaluation=self._first_evaluation,
         )
         await save_checkpoint(self._run_dir, state, self._parts.backend, self.config.trainer.keep_last)
 
-    async def _resume(self) -> None:
+    async def _resume(self) -> int:
+        """Go on from the newest checkpoint, if there is one; returns its version."""
         checkpoints = list_checkpoints(self._run_dir)
         if not checkpoints:
-            return
+            return 0
         state = await load_checkpoint(checkpoints[-1], self._parts.backend)
         self._step, self._next_group_id = state.step, state.next_group_id
         self._parts.sampler.position = state.sampler_position
         self._first_evaluation = state.first_evaluation
         self._trackers.message(f"going on from {checkpoints[-1]}")
+        return state.version
 
     def _finish(self) -> RunResult:
         interrupted = self._stop_requested and self._step < self.config.trainer.steps
@@ -276,6 +285,11 @@ class UnifiedTrainer:
             yield
         finally:
             loop.remove_signal_handler(signal.SIGINT)
+
+
+def _due(every: int, before: int, step: int) -> bool:
+    """Whether a multiple of `every` was reached by going from step `before` to `step`; 0 is never."""
+    return every > 0 and step // every > before // every
 
 
 def _rates(values: dict[str, float]) -> dict[str, float]:

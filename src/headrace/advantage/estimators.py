@@ -1,7 +1,7 @@
 """Advantage estimators: the rewards of groups in, one scalar per trajectory out.
 
-All have the signature `estimator(groups, algorithm)`. Most look at one group at a time; a batch-level one must see
-the whole training batch. A group-relative one gives 0 to a group of one: there is nothing to compare it with.
+All have the signature `estimator(groups, algorithm)` and see the whole training batch, though most look at one group
+at a time. A group-relative one gives 0 to a group of one: there is nothing to compare it with.
 """
 
 from __future__ import annotations
@@ -35,23 +35,11 @@ Estimator = Callable[[Sequence[GroupRewards], AlgorithmSection], list[list[float
 E = TypeVar("E", bound=Estimator)
 
 
-def batch_level(estimator: E) -> E:
-    """Mark an estimator whose advantages depend on the other groups of the training batch."""
-    marked: Any = estimator
-    marked.batch_level = True
-    return estimator
-
-
 def group_relative(estimator: E) -> E:
     """Mark an estimator that compares within a group, and so has nothing to say about a group of one."""
     marked: Any = estimator
     marked.group_relative = True
     return estimator
-
-
-def is_batch_level(estimator: Callable[..., Any]) -> bool:
-    """Whether the estimator must see the whole training batch; a function without a mark need not."""
-    return getattr(estimator, "batch_level", False)
 
 
 def is_group_relative(estimator: Callable[..., Any]) -> bool:
@@ -86,7 +74,6 @@ def reinforce(groups: Sequence[GroupRewards], algorithm: AlgorithmSection) -> li
     return [[float(reward) for reward in group.rewards] for group in groups]
 
 
-@batch_level
 @group_relative
 def reinforce_plus_plus_baseline(groups: Sequence[GroupRewards], algorithm: AlgorithmSection) -> list[list[float]]:
     """(r - mean of the group) / (std of all centred rewards of the batch + eps)."""
@@ -95,7 +82,6 @@ def reinforce_plus_plus_baseline(groups: Sequence[GroupRewards], algorithm: Algo
     return [(values / scale).tolist() for values in centred]
 
 
-@batch_level
 def prpo(groups: Sequence[GroupRewards], algorithm: AlgorithmSection) -> list[list[float]]:
     """(r - mean) / (std + eps) over the whole batch: tasks are compared with each other too."""
     centred = _centred([reward for group in groups for reward in group.rewards])

@@ -1,8 +1,4 @@
-"""Advantages that a workflow computed itself and wrote into its Steps.
-
-There is no list of the wrong length, and no scalar, to look for here: a Step refuses both when it is built (also from
-JSON and by `replace`), so they fail the episode of the workflow that tried, with an error that says so.
-"""
+"""Advantages that a workflow computed itself and wrote into its Steps. A scalar is refused when the Step is built."""
 
 from __future__ import annotations
 
@@ -13,19 +9,26 @@ from dataclasses import replace
 from headrace.data.episode import Step, TrajectoryGroup
 
 
+def brings_advantages(group: TrajectoryGroup) -> bool:
+    """Whether a workflow wrote a list of advantages into some Step of the group, be it of the wrong length."""
+    return any(_has_list(step) for step in _steps([group]))
+
+
 def use_precomputed(groups: Sequence[TrajectoryGroup]) -> dict[int, TrajectoryGroup]:
-    """The groups, by their place, in which some Step has advantages: those are kept, Steps without any get zeros.
+    """The groups, by their place, that bring advantages: Steps with a list that fits keep it, the others get zeros.
 
     A group in which no Step has any is not among them: it is for the estimator.
     """
-    own = {place: group for place, group in enumerate(groups) if any(step.advantage for step in _steps([group]))}
+    own = {place: group for place, group in enumerate(groups) if brings_advantages(group)}
     steps = list(_steps(own.values()))
     # a Step without response tokens lacks nothing
     missing = sum(bool(step.response_ids) and step.advantage is None for step in steps)
-    if missing:
+    misfits = sum(step.advantage is not None and not _fits(step) for step in steps)
+    if missing or misfits:
         warnings.warn(
-            f"{missing} of {len(steps)} Steps have no advantage, though others of their group have: they get zeros; "
-            f"set Step.advantage on all Steps of a group or on none",
+            f"{missing + misfits} of {len(steps)} Steps get zeros as advantages: {missing} have none, though others of "
+            f"their group have, and {misfits} have a list of the wrong length; give every Step of such a group one "
+            f"number per response token",
             stacklevel=3,
         )
     return {place: _with_zeros(group) for place, group in own.items()}
@@ -33,7 +36,7 @@ def use_precomputed(groups: Sequence[TrajectoryGroup]) -> dict[int, TrajectoryGr
 
 def warn_of_overwriting(groups: Sequence[TrajectoryGroup]) -> None:
     """Say how many Steps bring advantages that the estimator's will replace."""
-    overwritten = sum(bool(step.advantage) for step in _steps(groups))
+    overwritten = sum(map(_has_list, _steps(groups)))
     if overwritten:
         warnings.warn(
             f"the advantages of {overwritten} Steps, set by the workflow, are overwritten by the estimator; "
@@ -46,10 +49,19 @@ def _steps(groups: Iterable[TrajectoryGroup]) -> Iterator[Step]:
     return (step for group in groups for trajectory in group.trajectories for step in trajectory.steps)
 
 
+def _has_list(step: Step) -> bool:
+    """An empty list on an empty response says nothing."""
+    return step.advantage is not None and bool(step.advantage or step.response_ids)
+
+
+def _fits(step: Step) -> bool:
+    return step.advantage is not None and len(step.advantage) == len(step.response_ids)
+
+
 def _with_zeros(group: TrajectoryGroup) -> TrajectoryGroup:
     trajectories = tuple(replace(t, steps=tuple(map(_or_zeros, t.steps))) for t in group.trajectories)
     return replace(group, trajectories=trajectories)
 
 
 def _or_zeros(step: Step) -> Step:
-    return step if step.advantage is not None else replace(step, advantage=(0.0,) * len(step.response_ids))
+    return step if _fits(step) else replace(step, advantage=(0.0,) * len(step.response_ids))

@@ -18,9 +18,14 @@ from headrace.engine.base import RolloutEngine, SamplingParams
 
 
 class Model:
-    """Handed to a workflow for one episode. Not shared between episodes."""
+    """Handed to a workflow for one episode. Not shared between episodes.
 
-    def __init__(self, engine: RolloutEngine, chat: ChatTemplate, sampling: SamplingParams, seed: int) -> None:
+    `training` is False where the episode is only evaluated.
+    """
+
+    def __init__(
+        self, engine: RolloutEngine, chat: ChatTemplate, sampling: SamplingParams, seed: int, training: bool = True
+    ) -> None:
         self._engine = engine
         self._template = chat
         self._sampling = sampling
@@ -29,6 +34,7 @@ class Model:
         # by role and number, in the order in which the calls began; None until the answer is there
         self._answered: dict[str, dict[int, tuple[ModelOutput, Step] | None]] = {}
         self.diverged_prefixes = 0
+        self.training = training
 
     async def chat(self, messages: Sequence[Message], role: str = "agent", **sampling: Any) -> ModelOutput:
         """Sample a reply to the conversation. `role` names the trajectory that the call belongs to.

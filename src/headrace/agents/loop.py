@@ -51,14 +51,16 @@ class AgentLoopManager:
         judger: Judger | None,
         max_concurrent: int = 256,
         timeout_s: float = 600.0,
-        rewards_needed: bool = True,
+        needs_reward: Callable[[str], bool] = lambda role: True,
+        training: bool = True,
     ) -> None:
         self._run = run
         self._engine = engine
         self._chat = chat
         self._judger = judger
         self._timeout_s = timeout_s
-        self._rewards_needed = rewards_needed
+        self._needs_reward = needs_reward
+        self._training = training
         self._places = asyncio.Semaphore(max_concurrent)
 
     async def roll_out_group(
@@ -84,7 +86,7 @@ class AgentLoopManager:
         A prompt that outgrows the model ends the episode; it has failed only if nothing was said before.
         """
         async with self._places:
-            model = Model(self._engine, self._chat, sampling, spec.seed)
+            model = Model(self._engine, self._chat, sampling, spec.seed, self._training)
             deadline = asyncio.timeout(self._timeout_s)
             try:
                 async with deadline:
@@ -109,7 +111,7 @@ class AgentLoopManager:
         _require_finite_rewards(episode)
         if all(t.final_reward is not None for t in episode.trajectories):
             return episode
-        if self._judger is None and (not self._rewards_needed or _brings_advantages(episode)):
+        if self._judger is None and not self._lacks_reward(episode):
             return episode
         if self._judger is None:
             cut = episode.termination == TerminationReason.LENGTH
@@ -129,11 +131,17 @@ class AgentLoopManager:
             episode, trajectories=trajectories, is_correct=correct, metrics={**episode.metrics, **verdict.metrics}
         )
 
+    def _lacks_reward(self, episode: Episode) -> bool:
+        """Whether a reward is missing that training, or evaluation, cannot do without."""
+        without = [t for t in episode.trajectories if t.final_reward is None]
+        if not self._training:
+            return len(without) == len(episode.trajectories)
+        return any(self._needs_reward(t.name) and not _brings_advantages(t) for t in without)
 
-def _brings_advantages(episode: Episode) -> bool:
-    """Whether a workflow or its teacher says all that training needs to know."""
-    steps = [step for trajectory in episode.trajectories for step in trajectory.steps]
-    return all(step.advantage is not None or step.teacher_messages is not None for step in steps)
+
+def _brings_advantages(trajectory: Trajectory) -> bool:
+    """Whether a workflow or its teacher says what training needs to know; Steps left out get zeros."""
+    return any(step.advantage is not None or step.teacher_messages is not None for step in trajectory.steps)
 
 
 def _require_finite_rewards(episode: Episode) -> None:

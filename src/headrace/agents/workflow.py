@@ -16,6 +16,7 @@ from headrace.agents.completer import Model
 from headrace.data.episode import Episode, Step, TerminationReason, Trajectory, is_number
 from headrace.data.task import Message, Task
 from headrace.errors import ConfigError, DataError, PromptTooLongError
+from headrace.registry import call_with
 
 Outcome = Episode | Trajectory | list[Trajectory] | SupportsFloat | None
 RunFunction = Callable[[Task, Model], Awaitable[Outcome]]
@@ -61,7 +62,7 @@ def self_distill(teacher_messages: Callable[[Task, Step], Sequence[Message]]) ->
 
     `teacher_messages(task, step)` gives the conversation that the teacher sees in place of the step's own, such as
     the same question with the answer beside it. The teacher (`[distill]`) is one for the whole run. In evaluation
-    nothing is scored.
+    the workflow runs alone: neither `teacher_messages` nor the teacher is asked.
 
         @self_distill(lambda task, step: [{"role": "user", "content": f"{task.instruction} Hint: {task.answer}"}])
         async def solve(task, model): ...
@@ -71,6 +72,8 @@ def self_distill(teacher_messages: Callable[[Task, Step], Sequence[Message]]) ->
         @functools.wraps(run)
         async def distilled(*args: Any) -> Outcome:
             *owner, task, model = args  # a method has self before them
+            if not model.training:
+                return await run(*args)
             outcome = await until_no_room(functools.partial(run, *owner), task, model)
             return _with_teacher_prompts(outcome, task, model, teacher_messages)
 
@@ -116,7 +119,7 @@ def is_no_room(error: BaseException) -> bool:
 def as_run_function(workflow: Any, args: dict[str, Any]) -> RunFunction:
     """The `run` coroutine function of a workflow given as function, class or instance."""
     if inspect.isclass(workflow):
-        workflow = workflow(**args)
+        workflow = call_with(workflow, args, f'the workflow "{workflow.__name__}"')
     elif args:
         raise ConfigError(f"workflow.args {sorted(args)} are given, but the workflow is a function, which takes none")
     run = getattr(workflow, "run", workflow)

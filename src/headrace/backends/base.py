@@ -29,8 +29,12 @@ class Backend(Protocol):
 
     tokenizer: Any
 
-    def check(self, config: RunConfig) -> None:
-        """Raise ConfigError, with the remedy, for an option that this backend cannot honour."""
+    @staticmethod
+    def check(config: RunConfig) -> None:
+        """Raise ConfigError, with the remedy, for an option that this backend cannot honour.
+
+        Called on the class, before anything is loaded.
+        """
         ...
 
     def create_engine(self) -> RolloutEngine:

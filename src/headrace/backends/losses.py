@@ -167,8 +167,10 @@ def dpo(context: LossContext) -> tuple[Tensor, Figures]:
     margin_P = chosen_P - rejected_P
     tokens_P = sum_by_row(torch.ones_like(above_reference_M), row_M, rows).view(-1, 2).sum(1)
     pair_M = row_M // 2
-    loss_M = (-functional.logsigmoid(margin_P))[pair_M] / tokens_P[pair_M]
+    loss_P = -functional.logsigmoid(margin_P)
+    loss_M = loss_P[pair_M] / tokens_P[pair_M]
     figures = {
+        "dpo/loss": loss_P.detach(),
         "dpo/accuracy": (margin_P > 0).float(),
         "dpo/margin": margin_P.detach(),
         "dpo/chosen_reward": chosen_P.detach(),

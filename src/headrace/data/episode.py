@@ -23,10 +23,12 @@ class FinishReason(StrEnum):
 
 
 class TerminationReason(StrEnum):
-    """Why an episode ended."""
+    """Why an episode ended. TURNS and TOKENS are for workflows that have such limits and say so."""
 
     DONE = "done"
-    LENGTH = "length"
+    LENGTH = "length"  # a reply was cut by a token limit, or a prompt outgrew the model
+    TURNS = "turns"
+    TOKENS = "tokens"
     TIMEOUT = "timeout"
     ERROR = "error"
 
@@ -112,7 +114,8 @@ class Step(JsonData):
 
     `prompt_ids` may hold opaque blocks (an image) among the integers. `teacher_messages` is the prompt that a
     teacher reads instead, if the step is distilled. A demonstration has neither logprobs nor versions. `call` tells
-    which of the episode's model calls it was.
+    which of the episode's model calls it was. `advantage` is to have one number per response token; a list of another
+    length is trained as zeros, with a warning.
     """
 
     prompt_ids: tuple[Any, ...]
@@ -129,7 +132,7 @@ class Step(JsonData):
     call: int = 0
 
     def __post_init__(self) -> None:
-        if isinstance(self.advantage, int | float):
+        if is_number(self.advantage):
             raise DataError(
                 f"Step: advantage must be a list with one number per response token, got the scalar {self.advantage}"
             )
@@ -139,14 +142,7 @@ class Step(JsonData):
             value = getattr(self, name)
             if value is not None and not isinstance(value, OwnedMessages):
                 object.__setattr__(self, name, OwnedMessages.copy_of(value))
-        _require_lengths(
-            "Step",
-            "response_ids",
-            len(self.response_ids),
-            logprobs=self.logprobs,
-            versions=self.versions,
-            advantage=self.advantage,
-        )
+        _require_lengths("Step", "response_ids", len(self.response_ids), logprobs=self.logprobs, versions=self.versions)
         if self.versions is not None and self.logprobs is None:
             raise DataError(
                 "Step: versions without logprobs; a sampled response has both, and a demonstration has neither"
@@ -234,8 +230,13 @@ class Episode(JsonData):
 
     @property
     def response_tokens(self) -> int:
-        """Tokens that the model sampled."""
+        """Tokens of all responses."""
         return sum(len(step.response_ids) for t in self.trajectories for step in t.steps)
+
+    @property
+    def generated_tokens(self) -> int:
+        """Tokens that the model sampled: those of demonstrations have no version."""
+        return sum(len(step.versions) for t in self.trajectories for step in t.steps if step.versions is not None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,13 +15,14 @@ from headrace.data.episode import Step, Trajectory
 from headrace.errors import DataError
 
 NO_VERSION = -1  # a token that no policy sampled: prompt, tool result, demonstration
-_PER_TARGET = ("loss_mask", "logprobs", "versions", "advantages", "reference_logprobs", "returns")
+_PER_TARGET = ("loss_mask", "logprobs", "versions", "advantages", "old_logprobs", "reference_logprobs", "returns")
 
 
 @dataclass(frozen=True, slots=True)
 class Sample(JsonData):
     """One training row. Steps whose prompt extends the row before are merged into it.
 
+    `old_logprobs` are the learner's own at the start of the batch, if several updates are made on it;
     `reference_logprobs` are there if the objective compares with a reference, `returns` if a value head is trained.
     """
 
@@ -30,6 +31,7 @@ class Sample(JsonData):
     logprobs: tuple[float, ...]
     versions: tuple[int, ...]
     advantages: tuple[float, ...]
+    old_logprobs: tuple[float, ...] | None = None
     reference_logprobs: tuple[float, ...] | None = None
     returns: tuple[float, ...] | None = None
     temperature: float = 1.0
@@ -96,14 +98,23 @@ class _Row:
         self.mask += [0] * len(new_prompt) + [1] * count
         self.logprobs += [0.0] * len(new_prompt) + list(step.logprobs or [0.0] * count)
         self.versions += [NO_VERSION] * len(new_prompt) + list(step.versions or [NO_VERSION] * count)
-        self.advantages += [0.0] * len(new_prompt) + list(step.advantage or [0.0] * count)
+        self.advantages += [0.0] * len(new_prompt) + _advantages(step)
+
+
+def _advantages(step: Step) -> list[float]:
+    count = len(step.response_ids)
+    if step.advantage is None:
+        return [0.0] * count
+    if len(step.advantage) != count:
+        raise DataError(f"a Step has {len(step.advantage)} advantages, but {count} response tokens")
+    return list(step.advantage)
 
 
 def merge_steps(trajectory: Trajectory, **identity: Any) -> list[Sample]:
     """Rows of one trajectory: a Step whose prompt begins with the row so far extends it, else a new row begins.
 
     Masks come from lengths, not token values: a sampled end-of-sequence or padding id is a real token. Advantages are
-    those of the Steps (0 where a Step has none yet).
+    those of the Steps (0 where a Step has none yet); a list of another length than the response is an error.
     """
     return [
         Sample(

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from headrace.data.codec import JsonData
-from headrace.errors import DataError
-from headrace.registry import resolve
+from headrace.errors import ConfigError, DataError
+from headrace.registry import call_with, resolve
 
 Message = dict[str, Any]
 
@@ -42,13 +42,12 @@ class Task(JsonData):
         object.__setattr__(self, "messages", tuple(copy.deepcopy(message) for message in given))
 
 
-def load_tasks(source: str | Iterable[Task | dict[str, Any]], **args: Any) -> list[Task]:
-    """Tasks from a registered source, a .jsonl file, `"module:function"` or any iterable of tasks or dicts."""
-    if isinstance(source, str):
-        found = read_jsonl(Path(source), **args) if source.endswith(".jsonl") else resolve("tasks", source)(**args)
-        name = source
-    else:
-        found, name = source, "tasks"
+def load_tasks(source: str | Iterable[Task | dict[str, Any]], /, **args: Any) -> list[Task]:
+    """Tasks from a registered source, a .jsonl file, `"module:function"` or any iterable of tasks or dicts.
+
+    `args` are the keyword arguments of a source that is a function.
+    """
+    found, name = (_read(source, args), source) if isinstance(source, str) else (source, "tasks")
     tasks = [
         row if isinstance(row, Task) else _task_from_row(row, number, f"{name}, row {number}")
         for number, row in enumerate(found, 1)
@@ -57,6 +56,14 @@ def load_tasks(source: str | Iterable[Task | dict[str, Any]], **args: Any) -> li
         raise DataError(f"{name} has no tasks")
     _check_ids(tasks, name)
     return tasks
+
+
+def _read(source: str, args: dict[str, Any]) -> Iterable[Task | dict[str, Any]]:
+    if not source.endswith(".jsonl"):
+        return call_with(resolve("tasks", source), args, f'the task source "{source}"')
+    if args:
+        raise ConfigError(f"the task file {source} takes no arguments, got {', '.join(sorted(args))}; remove args")
+    return read_jsonl(Path(source))
 
 
 def read_jsonl(path: Path) -> list[Task]:

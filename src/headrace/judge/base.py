@@ -11,6 +11,7 @@ from typing import Any
 from headrace.data.episode import Episode, is_number
 from headrace.data.task import Task
 from headrace.errors import ConfigError, WorkflowError
+from headrace.registry import call_with
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class FunctionJudger(Judger):
 def as_judger(target: Any, args: dict[str, Any]) -> Judger:
     """A judger given as class, instance or function."""
     if inspect.isclass(target):
-        target = target(**args)
+        target = call_with(target, args, f'the judger "{target.__name__}"')
     elif args:
         raise ConfigError(f"workflow.judger_args {sorted(args)} are given, but the judger is not a class")
     if isinstance(target, Judger):

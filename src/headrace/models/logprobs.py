@@ -26,8 +26,7 @@ def target_logprobs(
 
     def one_chunk(hidden: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
         logits_CV = model.logits(hidden)
-        wide = torch.promote_types(logits_CV.dtype, torch.float32)
-        logprobs_CV = torch.log_softmax(logits_CV.to(wide) / temperatures[:, None], dim=-1)
+        logprobs_CV = torch.log_softmax(logits_CV.to(wide_dtype(logits_CV.dtype)) / temperatures[:, None], dim=-1)
         chosen = logprobs_CV.gather(1, targets[:, None]).squeeze(1)
         with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
             entropy = -(logprobs_CV.exp() * logprobs_CV).sum(-1)
@@ -39,3 +38,8 @@ def target_logprobs(
         inputs = (hidden_MD[window], targets_M[window], temperatures_M[window])
         parts.append(checkpoint(one_chunk, *inputs, use_reentrant=False) if recompute else one_chunk(*inputs))
     return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What log-probabilities and losses are computed in: float32, or float64 for a model of that type."""
+    return torch.promote_types(dtype, torch.float32)

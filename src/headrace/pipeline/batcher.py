@@ -31,6 +31,14 @@ def pack(
     return TrainBatch(tuple(samples), weights, micro_batches, len(samples) // together)
 
 
+def split(batch: TrainBatch, algorithm: AlgorithmSection, micro_batch_tokens: int, shares: int) -> list[TrainBatch]:
+    """The batch in equal shares, each with rows of all groups; rows that belong together stay together."""
+    together = len(batch.samples) // batch.sequences
+    units = [batch.samples[start : start + together] for start in range(0, len(batch.samples), together)]
+    chosen = [[row for unit in units[share::shares] for row in unit] for share in range(shares)]
+    return [pack(rows, algorithm, micro_batch_tokens, together) for rows in chosen if rows]
+
+
 def grad_scale(batches: Sequence[TrainBatch], algorithm: AlgorithmSection) -> float:
     """What the summed gradient of a whole optimizer step is multiplied with.
 

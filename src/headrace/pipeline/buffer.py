@@ -10,6 +10,7 @@ from headrace.advantage.assign import trained_roles
 from headrace.advantage.filters import drop_by_termination, drop_too_few, impute_names, reason_to_drop
 from headrace.config import RunConfig
 from headrace.data.episode import Episode, Trajectory, TrajectoryGroup
+from headrace.errors import WorkflowError
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,8 @@ class TrajectoryGroupBuffer:
     def __init__(self, config: RunConfig, grouping: Grouping | None = None) -> None:
         self._filters = config.filters
         self._algorithm = config.algorithm
-        self._grouping = grouping or form_groups
+        self._grouping = grouping
+        self._hook_name = config.workflow.grouping or getattr(grouping, "__name__", repr(grouping))
         self._ready: dict[int, FinishedGroup] = {}
         self._arrived = asyncio.Event()
 
@@ -53,7 +55,7 @@ class TrajectoryGroupBuffer:
         episodes = tuple(episodes)
         sound = [episode for episode in episodes if not episode.failed]
         kept = drop_by_termination(sound, self._filters.drop_terminations)
-        groups = trained_roles(self._grouping(kept), self._algorithm) if kept else []
+        groups = trained_roles(self._form(kept), self._algorithm) if kept else []
         reason = reason_to_drop(groups, self._filters)
         if sound and not kept:
             reason = f"every episode ended by {', '.join(sorted({episode.termination for episode in sound}))}"
@@ -65,6 +67,20 @@ class TrajectoryGroupBuffer:
             self._ready[group_id] = finished
             self._arrived.set()
         return finished
+
+    def _form(self, episodes: Sequence[Episode]) -> Sequence[TrajectoryGroup]:
+        """Groups by role, or as the user's hook says. Its failure is no episode's fault: the run ends with it."""
+        if self._grouping is None:
+            return form_groups(episodes)
+        doing = f'the grouping hook "{self._hook_name}" failed on task "{episodes[0].task_id}"'
+        try:
+            groups = list(self._grouping(episodes))
+        except Exception as cause:  # ours too: only the hook's name says where to look
+            raise WorkflowError(f"{doing}: {type(cause).__name__}: {cause}") from cause
+        wrong = [type(group).__name__ for group in groups if not isinstance(group, TrajectoryGroup)]
+        if wrong:
+            raise WorkflowError(f"{doing}: it must return TrajectoryGroups, got {wrong[0]}")
+        return groups
 
     async def take(self, count: int) -> list[FinishedGroup]:
         """Wait for `count` groups; oldest dispatch first."""

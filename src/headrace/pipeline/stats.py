@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from statistics import fmean, pstdev
 
 from headrace.advantage.filters import is_uniform
+from headrace.data.episode import TrajectoryGroup
 from headrace.data.sample import NO_VERSION, TrainBatch
 from headrace.metrics import MetricsAggregator, Reducer
 from headrace.pipeline.buffer import FinishedGroup
@@ -15,7 +16,7 @@ def batch_metrics(finished: Sequence[FinishedGroup], batch: TrainBatch, version:
     """Rewards, lengths, staleness and the users' own episode metrics."""
     metrics = MetricsAggregator()
     episodes = [episode for item in finished for episode in item.episodes if not episode.failed]
-    groups = [group for item in finished for group in item.groups if group.has_rewards]
+    groups = [group for item in finished for group in item.groups if group.has_rewards and _is_sampled(group)]
     rewards = [reward for group in groups for reward in group.rewards()]
     if rewards:
         metrics.record("reward/mean", fmean(rewards), Reducer.MEAN)
@@ -26,7 +27,7 @@ def batch_metrics(finished: Sequence[FinishedGroup], batch: TrainBatch, version:
         for reward in group.rewards():
             metrics.record(f"reward/{group.name}/mean", reward, Reducer.MEAN)
     for episode in episodes:
-        metrics.record("tokens/generated", episode.response_tokens, Reducer.SUM)
+        metrics.record("tokens/generated", episode.generated_tokens, Reducer.SUM)
         metrics.record("response/length_mean", episode.response_tokens, Reducer.MEAN)
         metrics.record("response/cut_share", episode.termination == "length", Reducer.MEAN)
         metrics.record_all(episode.metrics, Reducer.MEAN, prefix="episode/")
@@ -42,3 +43,8 @@ def batch_metrics(finished: Sequence[FinishedGroup], batch: TrainBatch, version:
     metrics.record("batch/rows", len(batch.samples), Reducer.SUM)
     metrics.record("batch/tokens", sum(len(sample.tokens) for sample in batch.samples), Reducer.SUM)
     return metrics
+
+
+def _is_sampled(group: TrajectoryGroup) -> bool:
+    """Whether the policy said any of it; the rewards of demonstrations and given pairs say nothing of the policy."""
+    return any(step.versions is not None for trajectory in group.trajectories for step in trajectory.steps)

@@ -21,6 +21,8 @@ _MIN_WIDTH = 66  # narrower, and the curves' columns no longer fit
 _SPARK_WIDTH = 16
 _LABEL_WIDTHS = (8, 12)
 _BLOCKS = "▁▂▃▄▅▆▇█"
+# what training is about, the first that the run has: without rollouts there is no reward
+_HEADLINES = (("reward", "reward/mean"), ("loss", "policy/loss"), ("loss", "dpo/loss"))
 
 
 class ConsoleTracker:
@@ -129,7 +131,8 @@ class _History:
 
     def add(self, metrics: Mapping[str, float]) -> None:
         self.latest.update(metrics)
-        for key in ("reward/mean", "policy/loss", *(f"eval/{name}/pass@1" for name in eval_sets(metrics))):
+        headlines = (key for _, key in _HEADLINES)
+        for key in (*headlines, *(f"eval/{name}/pass@1" for name in eval_sets(metrics))):
             if key in metrics:
                 self._values.setdefault(key, []).append(metrics[key])
 
@@ -140,19 +143,21 @@ class _History:
 def plain_line(step: int, total: int, metrics: Mapping[str, float]) -> str:
     """The important figures of one step, as one line of plain ASCII."""
     parts = [f"step {step}/{total}"]
-    if "reward/mean" in metrics:
-        parts.append(f"reward {_figure(metrics['reward/mean'])}")
-    elif "policy/loss" in metrics:
-        parts.append(f"loss {_figure(metrics['policy/loss'])}")
+    parts += [f"{label} {_figure(metrics[key])}" for label, key in _headline(metrics)]
     parts += [f"eval {name} {_figure(metrics[f'eval/{name}/pass@1'])}" for name in eval_sets(metrics)]
     for key, word in (("tokens/generated_per_s", "gen"), ("tokens/trained_per_s", "train")):
-        if key in metrics:
+        if metrics.get(key):  # 0 where nothing is sampled
             parts.append(f"{word} {_compact(metrics[key])} tok/s")
     if metrics.get("episodes/failed"):
         parts.append(f"failed {_compact(metrics['episodes/failed'])}")
     if "time/step_s" in metrics:
         parts.append(f"{_seconds(metrics['time/step_s'])} s/step")
     return "  ".join(parts)
+
+
+def _headline(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Label and key of the one figure to show first, if there is any."""
+    return [(label, key) for label, key in _HEADLINES if key in metrics][:1]
 
 
 def _body(history: _History) -> RenderableType:
@@ -174,8 +179,7 @@ def _curves(history: _History, label_width: int) -> Table:
     grid.add_column(no_wrap=True, style="cyan", min_width=_SPARK_WIDTH)
     grid.add_column()
     latest = history.latest
-    label, key = ("reward", "reward/mean") if "reward/mean" in latest else ("loss", "policy/loss")
-    if key in latest:
+    for label, key in _headline(latest):
         spread = f"± {_figure(latest['reward/std'])}" if "reward/std" in latest else ""
         _add_curve(grid, label, history.values(key), Text(spread, style="dim"))
     for name in eval_sets(latest):
@@ -206,6 +210,8 @@ _ROWS: tuple[tuple[str, tuple[tuple[str, str, str], ...]], ...] = (
         "policy",
         (
             ("loss", "policy/loss", ""),
+            ("loss", "dpo/loss", ""),
+            ("sft", "sft/loss", ""),
             ("grad", "policy/grad_norm", ""),
             ("entropy", "policy/entropy", ""),
             ("kl", "policy/kl_to_sampler", ""),

@@ -14,23 +14,24 @@ from torch import Tensor
 
 from headrace.backends.base import Asked, Publication, offending_samples
 from headrace.backends.local.frozen import FrozenModel, score_rows
-from headrace.backends.local.storage import export_folder, load_state, save_state
+from headrace.backends.local.storage import export_folder, load_state, load_teacher, save_state, save_teacher
 from headrace.backends.local.teacher import Teacher
 from headrace.backends.local.token_losses import require_trainable, token_losses
 from headrace.backends.local.tokens import TokenTensors
-from headrace.backends.losses import LossContext
+from headrace.backends.losses import Figures, LossContext
+from headrace.combinations import chosen
 from headrace.config import AlgorithmSection, RunConfig
 from headrace.data.episode import Step
 from headrace.data.sample import TrainBatch
 from headrace.engine.base import SamplingParams
 from headrace.engine.torch_engine import TorchEngine
-from headrace.errors import BackendError, DivergedError
+from headrace.errors import BackendError, ConfigError, DivergedError
 from headrace.metrics import MetricsAggregator, Reducer
 from headrace.models.catalog import resolve_model
 from headrace.models.causal import PackedRows, build_causal_model
 from headrace.models.load import load_model, load_tokenizer
-from headrace.models.logprobs import target_logprobs
-from headrace.registry import resolve
+from headrace.models.logprobs import target_logprobs, wide_dtype
+from headrace.registry import names, nearest, resolve
 
 T = TypeVar("T")
 _ROW_BLOCK = 32
@@ -44,6 +45,7 @@ class LocalBackend:
         if config.backend.threads:
             torch.set_num_threads(config.backend.threads)
         self._config = config
+        self._loss_dtype = wide_dtype(getattr(torch, config.model.dtype))
         torch.manual_seed(config.run.seed)
         self.tokenizer = load_tokenizer(config.model.name)
         self.hf_model = load_model(config.model)
@@ -60,9 +62,15 @@ class LocalBackend:
         self._teacher: Teacher | None = None
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="headrace-learner")
 
-    def check(self, config: RunConfig) -> None:
-        algorithm = config.algorithm
-        for name in {algorithm.loss, *(role.loss for role in algorithm.roles.values() if role.loss)}:
+    @staticmethod
+    def check(config: RunConfig) -> None:
+        engine, known = config.engine.name, names("engine")
+        if engine != "torch":
+            raise ConfigError(
+                f'backend "local" samples with engine "torch", got "{engine}"'
+                f'{"" if engine in known else nearest(engine, known)}; set engine.name = "torch"'
+            )
+        for name in chosen(config.algorithm, "loss"):
             resolve("loss", name)
         if config.distill.teacher != "initial":
             resolve_model(config.distill.teacher)
@@ -93,23 +101,23 @@ class LocalBackend:
         return await self._on_worker(lambda: self._all_values(batch))
 
     async def teacher_logprobs(self, steps: Sequence[Step]) -> list[list[float]]:
-        return await self._on_worker(lambda: self._teach(steps))
+        return await self._on_worker(lambda: self._the_teacher().logprobs(steps))
 
     async def publish(self, version: int) -> Publication:
         if self._engine is None:
             raise BackendError("publish was called before create_engine; there is no one to hand weights to")
         every = self._config.distill.refresh_every
-        if self._teacher is not None and every and version % every == 0:
-            await self._on_worker(lambda teacher=self._teacher: teacher.copy_from(self.hf_model))
+        if every and version % every == 0:
+            await self._on_worker(lambda: self._the_teacher().copy_from(self._trained_weights()))
         fingerprint = await self._on_worker(self.fingerprint)
         await self._engine.load_weights(version)  # shared weights: nothing is copied
         return Publication(version, fingerprint)
 
     async def save(self, folder: Path) -> None:
-        await self._on_worker(lambda: save_state(folder, self._modules(), self.optimizer))
+        await self._on_worker(lambda: self._save(folder))
 
     async def load(self, folder: Path) -> None:
-        await self._on_worker(lambda: load_state(folder, self._modules(), self.optimizer))
+        await self._on_worker(lambda: self._load(folder))
 
     async def export(self, folder: Path) -> None:
         await self._on_worker(lambda: export_folder(folder, self.hf_model, self.tokenizer))
@@ -133,15 +141,16 @@ class LocalBackend:
     def _forward_backward(self, batch: TrainBatch, algorithm: AlgorithmSection) -> MetricsAggregator:
         metrics = MetricsAggregator()
         require_trainable(algorithm, batch)
-        old = self._logprobs(batch, "policy") if algorithm.proximal == "recompute" else None
+        recompute = algorithm.proximal == "recompute" and any(s.old_logprobs is None for s in batch.samples)
+        old = self._logprobs(batch, "policy") if recompute else None
         for indices in batch.micro_batches:
             samples = [batch.samples[i] for i in indices]
-            tokens = TokenTensors(samples, [batch.weights[i] for i in indices])
+            tokens = TokenTensors(samples, [batch.weights[i] for i in indices], self._loss_dtype)
             hidden_MD = self.model.hidden(tokens.rows).index_select(0, tokens.where_M)
             logprobs_M, entropy_M = self._head(hidden_MD, tokens, bool(algorithm.entropy_coef))
             context = LossContext(
                 logprobs_M=logprobs_M,
-                old_logprobs_M=tokens.sampler_M if old is None else tokens.select([old[i] for i in indices]),
+                old_logprobs_M=self._old(tokens, None if old is None else [old[i] for i in indices], algorithm),
                 sampler_logprobs_M=tokens.sampler_M,
                 advantages_M=tokens.advantages_M,
                 row_M=tokens.row_M,
@@ -150,15 +159,26 @@ class LocalBackend:
                 reference_logprobs_M=tokens.reference_M,
                 dpo_beta=self._config.dpo.beta,
             )
-            loss_M, figures = token_losses(context, samples, entropy_M)
-            if self.value_head is not None and tokens.returns_M is not None:
-                error_M = 0.5 * (self._values(hidden_MD) - tokens.returns_M) ** 2
+            loss_M, figures = token_losses(context, samples, entropy_M, tokens.sampled_M)
+            if bool(tokens.valued_M.any()):  # other roles of the micro-batch may have no returns
+                error_M = 0.5 * (self._values(hidden_MD) - tokens.returns_M) ** 2 * tokens.valued_M
                 loss_M = loss_M + algorithm.value_coef * error_M
-                figures["value/loss"] = error_M.detach()
+                figures["value/loss"] = error_M.detach()[tokens.valued_M]
             self._require_finite(loss_M, tokens, batch, indices)
             (loss_M * tokens.weights_M).sum().backward()
-            _record(metrics, loss_M.detach(), entropy_M.detach(), logprobs_M.detach(), tokens, figures)
+            metrics.record("tokens/trained", loss_M.numel(), Reducer.SUM)
+            if algorithm.loss != "dpo":  # which reports its loss per pair
+                figures["policy/loss"] = loss_M
+            _record(metrics, {**figures, "policy/entropy": entropy_M})
+            _record_drift(metrics, logprobs_M.detach(), tokens)
         return metrics
+
+    def _old(self, tokens: TokenTensors, computed: list[list[float]] | None, algorithm: AlgorithmSection) -> Tensor:
+        """The denominator of the ratio: the sampler's, or the learner's own at the start of the batch."""
+        if computed is not None:
+            return tokens.select(computed)
+        given = tokens.old_M if algorithm.proximal == "recompute" else None
+        return tokens.sampler_M if given is None else given
 
     def _optim_step(self, lr: float, grad_scale: float) -> MetricsAggregator:
         optimizer_config = self._config.optimizer
@@ -215,10 +235,26 @@ class LocalBackend:
         chunk = self._config.backend.logits_chunk
         return target_logprobs(self.model, hidden_MD, tokens.targets_M, tokens.temperatures_M, chunk, entropy_gradient)
 
-    def _teach(self, steps: Sequence[Step]) -> list[list[float]]:
+    def _the_teacher(self) -> Teacher:
+        """One for the whole run, loaded when it is first needed."""
         if self._teacher is None:
-            self._teacher = Teacher(self._config, self.tokenizer)
-        return self._teacher.logprobs(steps)
+            self._teacher = Teacher(self._config, self.tokenizer, eos_token_ids(self.hf_model, self.tokenizer))
+        return self._teacher
+
+    def _trained_weights(self) -> dict[str, Tensor]:
+        return {name: p.detach() for name, p in self.hf_model.named_parameters() if p.requires_grad}
+
+    def _save(self, folder: Path) -> None:
+        save_state(folder, self._modules(), self.optimizer)
+        if self._teacher is not None and self._teacher.refreshed:  # else it is loaded again from the model
+            save_teacher(folder, self._teacher.hf_model, self._trained_weights())
+
+    def _load(self, folder: Path) -> None:
+        load_state(folder, self._modules(), self.optimizer)
+        self._teacher = None
+        weights = load_teacher(folder) if self._config.distill.refresh_every else None
+        if weights is not None:
+            self._the_teacher().copy_from(weights)
 
     def _require_finite(self, loss_M: Tensor, tokens: TokenTensors, batch: TrainBatch, indices: Any) -> None:
         bad_rows = tokens.row_M[~torch.isfinite(loss_M)].unique().tolist()
@@ -267,24 +303,18 @@ class LocalBackend:
         return await asyncio.get_running_loop().run_in_executor(self._worker, function)
 
 
-def _record(
-    metrics: MetricsAggregator,
-    loss_M: Tensor,
-    entropy_M: Tensor,
-    logprobs_M: Tensor,
-    tokens: TokenTensors,
-    figures: dict[str, Tensor],
-) -> None:
-    means: dict[str, Tensor] = {"policy/loss": loss_M, "policy/entropy": entropy_M, **figures}
-    if bool(tokens.sampled_M.any()):  # demonstrations have no sampler
-        drift_M = (tokens.sampler_M - logprobs_M)[tokens.sampled_M]
-        means["policy/kl_to_sampler"] = drift_M
-        metrics.record("policy/logprob_gap_max", float(drift_M.abs().max()), Reducer.MAX)
-    for key, values in means.items():
-        if not values.numel():
-            continue
-        metrics.record(key, float(values.mean()), Reducer.WEIGHTED_MEAN, weight=values.numel())
-    metrics.record("tokens/trained", loss_M.numel(), Reducer.SUM)
+def _record(metrics: MetricsAggregator, figures: Figures) -> None:
+    for key, values in figures.items():
+        if values.numel():
+            metrics.record(key, float(values.detach().mean()), Reducer.WEIGHTED_MEAN, weight=values.numel())
+
+
+def _record_drift(metrics: MetricsAggregator, logprobs_M: Tensor, tokens: TokenTensors) -> None:
+    """How far the learner is from the sampler; demonstrations have none."""
+    if bool(tokens.sampled_M.any()):
+        drift_S = (tokens.sampler_M - logprobs_M)[tokens.sampled_M]
+        _record(metrics, {"policy/kl_to_sampler": drift_S})
+        metrics.record("policy/logprob_gap_max", float(drift_S.abs().max()), Reducer.MAX)
 
 
 def eos_token_ids(hf_model: Any, tokenizer: Any) -> list[int]:

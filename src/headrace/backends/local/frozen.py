@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from headrace.config import ModelSection
 from headrace.data.packing import cut_by_tokens
 from headrace.errors import ConfigError
 from headrace.models.causal import CausalModel, PackedRows, build_causal_model
 from headrace.models.load import load_model, load_tokenizer
-from headrace.models.logprobs import target_logprobs
+from headrace.models.logprobs import target_logprobs, wide_dtype
 
 
 @torch.no_grad()
@@ -26,7 +26,8 @@ def score_rows(
         counts = [len(row) - 1 for row in chosen]
         hidden_N = model.hidden(PackedRows.from_rows([row[:-1] for row in chosen]))
         targets_N = torch.tensor([token for row in chosen for token in row[1:]])
-        heat_N = torch.tensor([temperatures[i] for i in indices]).repeat_interleave(torch.tensor(counts))
+        heat_R = torch.tensor([temperatures[i] for i in indices], dtype=wide_dtype(hidden_N.dtype))
+        heat_N = heat_R.repeat_interleave(torch.tensor(counts))
         logprobs_N, _ = target_logprobs(model, hidden_N, targets_N, heat_N, chunk)
         for index, part in zip(indices, logprobs_N.split(counts), strict=True):
             found[index] = part.tolist()
@@ -40,12 +41,14 @@ class FrozenModel:
         self.tokenizer = load_tokenizer(section.name)
         self.hf_model = load_model(section).eval().requires_grad_(False)
         self.model = build_causal_model(self.hf_model, section.fast_path)
+        self.refreshed = False
 
-    def copy_from(self, policy: Any) -> None:
-        """Take over the policy's current weights."""
-        ours, theirs = dict(self.hf_model.named_parameters()), dict(policy.named_parameters())
-        if ours.keys() != theirs.keys():
+    def copy_from(self, weights: Mapping[str, Tensor]) -> None:
+        """Take over weights of the policy: all, or those that are trained."""
+        ours = dict(self.hf_model.named_parameters())
+        if not weights.keys() <= ours.keys():
             raise ConfigError("a teacher of another architecture cannot be refreshed; set distill.refresh_every = 0")
         with torch.no_grad():
-            for name, parameter in ours.items():
-                parameter.copy_(theirs[name])
+            for name, tensor in weights.items():
+                ours[name].copy_(tensor)
+        self.refreshed = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,21 @@ def load_state(folder: Path, modules: torch.nn.Module, optimizer: torch.optim.Op
         }
         if state:
             optimizer.state[parameter] = state
+
+
+def save_teacher(folder: Path, teacher: torch.nn.Module, names: Iterable[str]) -> None:
+    """`teacher.safetensors`: of a teacher that was refreshed, the tensors that are trained in the policy."""
+    weights = dict(teacher.named_parameters())
+    save_file({name: weights[name].detach().clone() for name in names}, folder / "teacher.safetensors")
+
+
+def load_teacher(folder: Path) -> dict[str, torch.Tensor] | None:
+    """What `save_teacher` wrote; None if the teacher was as the run began."""
+    path = folder / "teacher.safetensors"
+    if not path.is_file():
+        return None
+    with boundary(BackendError, f"cannot read the teacher of the checkpoint {folder}"):
+        return load_file(path)
 
 
 def export_folder(folder: Path, hf_model: Any, tokenizer: Any) -> None:

@@ -18,7 +18,9 @@ Figures = dict[str, Tensor]
 _NEED_NO_SAMPLER = ("cross_entropy", "reinforce", "dpo")
 
 
-def token_losses(context: LossContext, samples: Sequence[Sample], entropy_M: Tensor) -> tuple[Tensor, Figures]:
+def token_losses(
+    context: LossContext, samples: Sequence[Sample], entropy_M: Tensor, sampled_M: Tensor
+) -> tuple[Tensor, Figures]:
     """The loss of every trained token of a micro-batch, and figures to report."""
     algorithm = context.algorithm
     loss_M, figures = _by_role(context, samples)
@@ -26,7 +28,7 @@ def token_losses(context: LossContext, samples: Sequence[Sample], entropy_M: Ten
         weights_M, more = correction_weights(
             algorithm.correction, context.old_logprobs_M, context.sampler_logprobs_M, context.row_M, context.rows
         )
-        loss_M = loss_M * weights_M
+        loss_M = loss_M * weights_M.where(sampled_M, 1.0)  # given text has no sampler to correct for
         figures |= more
     if algorithm.kl.coef and algorithm.kl.where == "loss":
         if context.reference_logprobs_M is None:

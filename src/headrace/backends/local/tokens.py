@@ -13,9 +13,13 @@ from headrace.models.causal import PackedRows
 
 
 class TokenTensors:
-    """Axis M runs over the targets that the loss masks keep; `where_M` finds them among all N inputs."""
+    """Axis M runs over the targets that the loss masks keep; `where_M` finds them among all N inputs.
 
-    def __init__(self, samples: Sequence[Sample], weights: Sequence[float]) -> None:
+    `dtype` is what losses are computed in. `valued_M` says which targets have a return, for the value head to learn.
+    """
+
+    def __init__(self, samples: Sequence[Sample], weights: Sequence[float], dtype: torch.dtype = torch.float32) -> None:
+        self._dtype = dtype
         self.rows = PackedRows.from_rows([sample.tokens[:-1] for sample in samples])
         self._masks = [torch.tensor(sample.loss_mask, dtype=torch.bool) for sample in samples]
         counts = torch.tensor([int(mask.sum()) for mask in self._masks])
@@ -24,16 +28,22 @@ class TokenTensors:
         self.sampler_M = self.select([sample.logprobs for sample in samples])
         self.advantages_M = self.select([sample.advantages for sample in samples])
         self.sampled_M = self.select([sample.versions for sample in samples], torch.long) != NO_VERSION
+        self.old_M = self.select_given([sample.old_logprobs for sample in samples])
         self.reference_M = self.select_given([sample.reference_logprobs for sample in samples])
-        self.returns_M = self.select_given([sample.returns for sample in samples])
+        self.returns_M = self.select([sample.returns or (0.0,) * len(sample.loss_mask) for sample in samples])
+        self.valued_M = torch.tensor([sample.returns is not None for sample in samples]).repeat_interleave(counts)
         self.row_M = torch.arange(len(samples)).repeat_interleave(counts)
-        self.temperatures_M = torch.tensor([sample.temperature for sample in samples]).repeat_interleave(counts)
-        self.weights_M = torch.tensor(list(weights)).repeat_interleave(counts)
+        self.temperatures_M = self._by_row([sample.temperature for sample in samples], counts)
+        self.weights_M = self._by_row(weights, counts)
 
-    def select(self, rows: Sequence[Any], dtype: torch.dtype = torch.float32) -> Tensor:
+    def select(self, rows: Sequence[Any], dtype: torch.dtype | None = None) -> Tensor:
         """One tensor of the entries that the loss masks keep."""
-        return torch.cat([torch.tensor(row, dtype=dtype)[m] for row, m in zip(rows, self._masks, strict=True)])
+        kind = dtype or self._dtype
+        return torch.cat([torch.tensor(row, dtype=kind)[m] for row, m in zip(rows, self._masks, strict=True)])
 
     def select_given(self, rows: Sequence[Any]) -> Tensor | None:
         """As `select`; None unless every row is given."""
         return None if any(row is None for row in rows) else self.select(rows)
+
+    def _by_row(self, values: Sequence[float], counts: Tensor) -> Tensor:
+        return torch.tensor(list(values), dtype=self._dtype).repeat_interleave(counts)

@@ -1,0 +1,38 @@
+"""What a training batch looked like."""
+
+from __future__ import annotations
+
+from fakes import episode, step
+from headrace.config import AlgorithmSection, RunConfig
+from headrace.data.episode import Episode, Step, Trajectory
+from headrace.pipeline.batcher import pack, to_samples
+from headrace.pipeline.buffer import FinishedGroup, TrajectoryGroupBuffer
+from headrace.pipeline.stats import batch_metrics
+
+
+def metrics(*episodes: Episode) -> dict[str, float]:
+    finished: FinishedGroup = TrajectoryGroupBuffer(RunConfig()).add(0, episodes)
+    batch = pack(to_samples(finished.groups), AlgorithmSection(), 512)
+    return batch_metrics([finished], batch, 0).reduce()
+
+
+def given(reward: float) -> Trajectory:
+    """A demonstration, or one of a given pair: nobody sampled it."""
+    return Trajectory((Step((1,), (2, 3, 4)),), reward=reward)
+
+
+def test_what_was_sampled_counts_as_generated() -> None:
+    found = metrics(episode(1.0), episode(0.0))
+    assert (found["tokens/generated"], found["response/length_mean"], found["reward/mean"]) == (6.0, 3.0, 0.5)
+
+
+def test_demonstrations_are_not_generated_and_their_reward_says_nothing() -> None:
+    found = metrics(Episode("t", (given(1.0), given(0.0))))
+    assert (found["tokens/generated"], found["response/length_mean"]) == (0.0, 6.0)
+    assert not any(key.startswith(("reward/", "staleness/")) for key in found)
+
+
+def test_in_a_conversation_that_was_partly_given_only_the_sampled_turns_are_generated() -> None:
+    both = Trajectory((Step((1,), (2, 3, 4)), step([1, 2, 3, 4, 5], [6, 7])), reward=0.25)
+    found = metrics(Episode("t", (both,)))
+    assert (found["tokens/generated"], found["response/length_mean"], found["reward/mean"]) == (2.0, 5.0, 0.25)
