@@ -135,13 +135,7 @@ def byte_level(normalizer: Any = None) -> PreTrainedTokenizerFast:
 
 def sentencepiece_like() -> PreTrainedTokenizerFast:
     """Words begin with ▁, one more space is put in front, and characters that it does not know fall back to bytes."""
-    pieces = [
-        *(f"<0x{byte:02X}>" for byte in range(256)),
-        "▁",
-        *"abcdefghijklmnopqrstuvwxyz0123456789.,<>/*+-=",
-        "é",
-        "▁the",
-    ]
+    pieces = [*(f"<0x{byte:02X}>" for byte in range(256)), *"▁abcdefghijklmnopqrstuvwxyz0123456789.,<>/*+-=é", "▁the"]
     vocabulary = {piece: number for number, piece in enumerate(["<unk>", *pieces])}
     merges = [("▁", "t"), ("h", "e"), ("▁t", "he")]
     vocabulary |= {piece: len(vocabulary) + i for i, piece in enumerate(["▁t", "he"])}
@@ -187,11 +181,12 @@ def test_special_tokens_are_read_as_they_are_written_and_unknown_ids_as_unreadab
 
 
 def save_model(tokenizer: PreTrainedTokenizerFast, folder: Path) -> str:
+    ends: Any = tokenizer.eos_token_id
     with torch.random.fork_rng():
         torch.manual_seed(0)
         config = LlamaConfig(
             vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-            eos_token_id=tokenizer.eos_token_id, initializer_range=0.3, max_position_embeddings=512,
+            eos_token_id=ends, initializer_range=0.3, max_position_embeddings=512,
         )  # fmt: skip
         LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -251,9 +246,6 @@ def test_nothing_of_what_the_teacher_says_is_lost(name: str, text: str, folders:
             assert aligned[-1] == pytest.approx(theirs[-1], abs=1e-4)
 
 
-BUNDLED_BYTES = {token: number for token, number in zip("ÃðŁĺæ", (130, 175, 256, 249, 165), strict=True)}
-
-
 @pytest.mark.parametrize("name", list(TEACHERS))
 @pytest.mark.parametrize(
     "torn",
@@ -297,6 +289,7 @@ def test_a_run_is_taught_by_a_teacher_with_another_tokenizer(
     assert result.steps == 1
     ((steps, scores),) = backend.taught
     assert all(len(told) == len(asked.response_ids) for asked, told in zip(steps, scores, strict=True))
+    assert any(UNREADABLE in asked.text for asked in steps)
     assert any(value for sample in backend.samples for value in sample.advantages)
 
 
