@@ -106,6 +106,21 @@ def test_pairs_of_a_file_are_scored_by_the_reference_once(tmp_path: Path) -> Non
     assert said == {"No é idea.<|im_end|>", *(f"<answer>{n}</answer><|im_end|>" for n in range(1, 5))}
 
 
+def test_several_updates_on_a_batch_keep_pairs_together(tmp_path: Path) -> None:
+    result, backend = watched_run(
+        tmp_path / "runs",
+        data={"tasks": write_pairs(tmp_path / "pairs.jsonl"), "args": {}},
+        workflow={"name": "preference"},
+        algorithm=DPO,
+        trainer={"steps": 4, "batch_size": 4, "updates_per_batch": 2, "save_last": False},
+    )
+    assert result.steps == 4 and [len(batch.samples) for batch, _ in backend.batches] == [4] * 4
+    for batch, _ in backend.batches:
+        assert [sample.reward for sample in batch.samples] == [1.0, 0.0] * 2
+        assert [s.task_id for s in batch.samples[::2]] == [s.task_id for s in batch.samples[1::2]]
+    assert [len(samples) for samples in backend.referenced] == [8]
+
+
 def test_a_run_on_given_pairs_is_evaluated_by_asking_the_model(tmp_path: Path) -> None:
     sets = {"countdown": {"tasks": "countdown", "args": {"split": "test", "count": 3}, "max_tokens": 4}}
     result, _ = watched_run(

@@ -282,6 +282,25 @@ async def test_values_learn_and_advantages_follow_them() -> None:
     await backend.close()
 
 
+def test_a_run_by_values_reports_their_loss_and_starts_from_the_rewards(tmp_path: Path) -> None:
+    result, backend = watched_run(
+        tmp_path,
+        scattered_reward,
+        algorithm={"estimator": "gae", "value_head": True},
+        rollout={"group_size": 1, "max_tokens": 8},
+        optimizer={"lr": 1e-3},
+        trainer={"steps": 3, "batch_size": 4, "save_last": False},
+    )
+    assert all(row["value/loss"] > 0 for row in logged(result.run_dir))
+    (first, algorithm), *_, (last, _) = backend.batches
+    for sample in first.samples:  # values begin at 0
+        wanted = gae([0.0] * (sample.trained_tokens - 1) + [sample.reward], [0.0] * sample.trained_tokens, 1.0, 0.95)
+        assert trained(sample, sample.advantages) == pytest.approx(wanted[0].tolist())
+    for sample in last.samples:
+        values = [a - b for a, b in zip(sample.returns or (), sample.advantages, strict=True)]
+        assert any(trained(sample, values)) and algorithm.value_coef == 0.5
+
+
 async def test_the_value_head_is_in_the_checkpoint(tmp_path: Path) -> None:
     one, two = make_backend(**GAE), make_backend(**GAE)
     samples = [replace(s, returns=s.advantages) for s in random_samples(4, 90)]
