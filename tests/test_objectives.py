@@ -294,7 +294,9 @@ def test_a_run_by_values_reports_their_loss_and_starts_from_the_rewards(tmp_path
     assert all(row["value/loss"] > 0 for row in logged(result.run_dir))
     (first, algorithm), *_, (last, _) = backend.batches
     for sample in first.samples:  # values begin at 0
-        wanted = gae([0.0] * (sample.trained_tokens - 1) + [sample.reward], [0.0] * sample.trained_tokens, 1.0, 0.95)
+        wanted = gae(
+            [0.0] * (sample.trained_tokens - 1) + [sample.reward or 0.0], [0.0] * sample.trained_tokens, 1.0, 0.95
+        )
         assert trained(sample, sample.advantages) == pytest.approx(wanted[0].tolist())
     for sample in last.samples:
         values = [a - b for a, b in zip(sample.returns or (), sample.advantages, strict=True)]
