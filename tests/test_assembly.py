@@ -61,6 +61,7 @@ def test_the_backend_is_asked_whether_it_can_before_it_loads_anything(said: list
     [
         ({"workflow": {"name": "singel_turn"}}, 'unknown workflow "singel_turn"'),
         ({"workflow": {"judger": "cuontdown"}}, 'unknown judger "cuontdown"'),
+        ({"workflow": {"judger": None}}, "gives no reward and there is no judger; set workflow.judger"),
         ({"workflow": {"grouping": "by_stp"}}, 'unknown grouping "by_stp"'),
         ({"workflow": {"judger": "countdown", "judger_args": {"formt": 1}}}, "unexpected keyword argument 'formt'"),
         ({"algorithm": {"estimator": "grop"}}, 'unknown estimator "grop"'),

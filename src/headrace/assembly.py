@@ -81,6 +81,12 @@ def assemble(
         resolve("estimator", name)
     grouping: Grouping | None = resolve("grouping", config.workflow.grouping) if config.workflow.grouping else None
     new_objective = resolve("objective", config.algorithm.objective)
+    unjudged = run is single_turn and judge is None
+    if unjudged and config.algorithm.objective != "sft" and _needs_reward(config.algorithm)("agent"):
+        raise ConfigError(
+            'workflow "single_turn" gives no reward and there is no judger; set workflow.judger, '
+            "or use a workflow that returns a number"
+        )
     new_backend = _checked_backend(config)
     train_tasks = load_tasks(tasks) if tasks is not None else load_tasks(config.data.tasks, **config.data.args)
     sampler = TaskSampler(

@@ -65,6 +65,9 @@ class UnifiedTrainer:
         self._step = 0
         self._next_group_id = 0
         self._skipped_in_a_row = 0
+        self._failed_groups = 0
+        self._some_worked = False
+        self._warned_of_uniform = False
         self._first_evaluation: dict[str, float] = {}
         self._last_evaluation: dict[str, float] = {}
         self._last_metrics: dict[str, float] = {}
@@ -99,13 +102,15 @@ class UnifiedTrainer:
         self._trackers.start(
             RunInfo(config.run.name, self._run_dir, config.trainer.steps, self._as_given.model_dump(mode="json"))
         )
+        if self._run_dir.name != config.run.name:
+            self._trackers.message(f"{config.run.name} is finished; this run is {self._run_dir.name}")
         version = await self._resume()
         self._coordinator = SyncCoordinator(config.trainer.max_staleness, version)
         self._buffer = TrajectoryGroupBuffer(config, parts.grouping)
         self._batch_sizes: asyncio.Queue[int] = asyncio.Queue()
         self._admission_changed = asyncio.Event()
         await parts.engine.load_weights(version)
-        if config.eval.before and self._step == 0:
+        if config.eval.before and config.eval.sets and self._step == 0:
             self._first_evaluation = await self._evaluate()
             self._trackers.log(0, self._first_evaluation)
         async with asyncio.TaskGroup() as loops:
@@ -140,11 +145,19 @@ class UnifiedTrainer:
             )
             finished = self._buffer.add(group_id, episodes)
             self._coordinator.settled(failed=finished.failed, filtered=finished.filtered)
+            self._stop_if_nothing_ever_worked(finished)
             if finished.dropped_because is None:
                 return
             if replaced == self.config.filters.most_replacements - 1:
                 raise _nothing_to_train(finished, replaced + 1)
             task = self._parts.sampler.next_task()
+
+    def _stop_if_nothing_ever_worked(self, finished: FinishedGroup) -> None:
+        """A workflow that fails from the start is told after one batch, not after a hundred replacements."""
+        self._some_worked |= finished.failed < len(finished.episodes)
+        self._failed_groups += finished.failed == len(finished.episodes)
+        if not self._some_worked and self._failed_groups >= self.config.trainer.batch_size:
+            raise _nothing_to_train(finished, self._failed_groups)
 
     async def _learn(self) -> None:
         """Consumes groups, waits for a whole batch, produces optimizer steps and published weights."""
@@ -228,8 +241,19 @@ class UnifiedTrainer:
             values |= await self._evaluate()
         self._trackers.log(step, values)
         self._last_metrics = values
+        self._warn_of_uniform_rewards(values)
         if _due(config.trainer.save_every, before, step) or (last and config.trainer.save_last):
             await self._save()
+
+    def _warn_of_uniform_rewards(self, values: dict[str, float]) -> None:
+        """Once, when a whole step taught nothing."""
+        uniform = values.get("reward/uniform_groups") == 1.0 and values.get("policy/grad_norm") == 0.0
+        if uniform and not self._warned_of_uniform:
+            self._trackers.message(
+                f"step {self._step}: in every group all rewards are equal (mean {values['reward/mean']:g}), so nothing "
+                f"was learned; use tasks that are sometimes solved, or a reward that tells rollouts apart"
+            )
+            self._warned_of_uniform = True
 
     async def _evaluate(self) -> dict[str, float]:
         self._last_evaluation = await self._parts.evaluator.evaluate(self._parts.eval_manager)

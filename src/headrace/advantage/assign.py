@@ -46,7 +46,11 @@ def _estimate(name: str, groups: list[TrajectoryGroup], algorithm: AlgorithmSect
     if is_group_relative(estimator) and any(len(group.trajectories) == 1 for group in groups):
         _warn_of_singletons(name)
     advantages = estimator([_rewards_of(group) for group in groups], algorithm)
-    found, wanted = [len(scalars) for scalars in advantages], [len(group.trajectories) for group in groups]
+    wanted = [len(group.trajectories) for group in groups]
+    try:
+        found = [len(scalars) for scalars in advantages]
+    except TypeError:
+        found = repr(advantages)[:60]
     if found != wanted:
         raise DataError(
             f'estimator "{name}" must return one list per group with one number per trajectory: '

@@ -144,7 +144,7 @@ def plain_line(step: int, total: int, metrics: Mapping[str, float]) -> str:
     """The important figures of one step, as one line of plain ASCII."""
     parts = [f"step {step}/{total}"]
     parts += [f"{label} {_figure(metrics[key])}" for label, key in _headline(metrics)]
-    parts += [f"eval {name} {_figure(metrics[f'eval/{name}/pass@1'])}" for name in eval_sets(metrics)]
+    parts += [_evaluation(name, metrics) for name in eval_sets(metrics)]
     for key, word in (("tokens/generated_per_s", "gen"), ("tokens/trained_per_s", "train")):
         if metrics.get(key):  # 0 where nothing is sampled
             parts.append(f"{word} {_compact(metrics[key])} tok/s")
@@ -191,6 +191,12 @@ def _add_curve(grid: Table, label: str, values: Sequence[float], spread: Text) -
     before = f"{_figure(values[0])} →" if len(values) > 1 else ""
     now = Text(_figure(values[-1]), style="bold" if math.isfinite(values[-1]) else "bold red")
     grid.add_row(_label(label), Text(before, style="dim"), now, _sparkline(values), spread)
+
+
+def _evaluation(name: str, metrics: Mapping[str, float]) -> str:
+    failed = metrics.get(f"eval/{name}/failed")
+    suffix = f" ({_compact(failed)} failed, see log.txt)" if failed else ""
+    return f"eval {name} {_figure(metrics[f'eval/{name}/pass@1'])}{suffix}"
 
 
 def _interval(name: str, latest: Mapping[str, float]) -> Text:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,18 +14,30 @@ from safetensors.torch import load_file, save_file
 from headrace.errors import BackendError, boundary
 
 
+def _save_file(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    save_file(tensors, path)
+    _readable(path)
+
+
+def _readable(path: Path) -> None:
+    """safetensors writes files that only their owner can read; give them the modes of every other file."""
+    umask = os.umask(0)
+    os.umask(umask)
+    path.chmod(0o666 & ~umask)
+
+
 def save_state(folder: Path, modules: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """`weights.safetensors` (what is trained), `optimizer.safetensors` and its step counts."""
     folder.mkdir(parents=True, exist_ok=True)
     names = _trainable_names(modules)
-    save_file({n: p.detach().clone() for p, n in names.items()}, folder / "weights.safetensors")
+    _save_file({n: p.detach().clone() for p, n in names.items()}, folder / "weights.safetensors")
     moments = {
         f"{names[p]}/{key}": value.detach().clone()
         for p, state in optimizer.state.items()
         for key, value in state.items()
         if isinstance(value, torch.Tensor)
     }
-    save_file(moments, folder / "optimizer.safetensors")
+    _save_file(moments, folder / "optimizer.safetensors")
     (folder / "backend.json").write_text(json.dumps({"format": 1, "trained_tensors": len(names)}))
 
 
@@ -59,7 +72,7 @@ def load_state(folder: Path, modules: torch.nn.Module, optimizer: torch.optim.Op
 def save_teacher(folder: Path, teacher: torch.nn.Module, names: Iterable[str]) -> None:
     """`teacher.safetensors`: of a teacher that was refreshed, the tensors that are trained in the policy."""
     weights = dict(teacher.named_parameters())
-    save_file({name: weights[name].detach().clone() for name in names}, folder / "teacher.safetensors")
+    _save_file({name: weights[name].detach().clone() for name in names}, folder / "teacher.safetensors")
 
 
 def load_teacher(folder: Path) -> dict[str, torch.Tensor] | None:
@@ -83,6 +96,8 @@ def export_folder(folder: Path, hf_model: Any, tokenizer: Any) -> None:
         state.pop("lm_head.weight", None)
     hf_model.save_pretrained(folder, state_dict=state)
     tokenizer.save_pretrained(folder)
+    for path in folder.glob("*.safetensors"):
+        _readable(path)
 
 
 def _trainable_names(modules: torch.nn.Module) -> dict[torch.Tensor, str]:

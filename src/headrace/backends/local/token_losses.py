@@ -63,18 +63,33 @@ def _by_role(context: LossContext, samples: Sequence[Sample]) -> tuple[Tensor, F
     """Each row by the loss of its role."""
     names = [context.algorithm.for_role(sample.role).loss for sample in samples]
     if len(set(names)) == 1:
-        loss: Loss = resolve("loss", names[0])
-        return loss(replace(context, algorithm=context.algorithm.for_role(samples[0].role)))
+        return _apply(names[0], replace(context, algorithm=context.algorithm.for_role(samples[0].role)))
     loss_M = torch.zeros_like(context.logprobs_M)
     figures: Figures = {}
     for name in sorted(set(names)):
         rows = [i for i, other in enumerate(names) if other == name]
         where = torch.isin(context.row_M, torch.tensor(rows)).nonzero().squeeze(1)
-        part, more = resolve("loss", name)(_select(context, where, rows, samples[rows[0]].role))
+        part, more = _apply(name, _select(context, where, rows, samples[rows[0]].role))
         loss_M = loss_M.index_put((where,), part)
         for key, values in more.items():  # roles with different losses may report the same figure
             figures[key] = torch.cat([figures[key], values]) if key in figures else values
     return loss_M, figures
+
+
+def _apply(name: str, context: LossContext) -> tuple[Tensor, Figures]:
+    """Call a loss, which may be a user's own, and check the form of what it returns."""
+    loss: Loss = resolve("loss", name)
+    result = loss(context)
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor) and isinstance(result[1], dict):
+        if result[0].shape == context.logprobs_M.shape:
+            return result
+        got = f"values of shape {tuple(result[0].shape)}"
+    else:
+        got = f"shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
+    raise DataError(
+        f'loss "{name}" must return (one value per token, figures by name): a tensor of shape '
+        f"{tuple(context.logprobs_M.shape)} and a dict, got {got}"
+    )
 
 
 def _select(context: LossContext, where: Tensor, rows: Sequence[int], role: str) -> LossContext:
