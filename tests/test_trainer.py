@@ -157,8 +157,33 @@ def test_a_workflow_that_always_fails_ends_the_run_with_its_error(tmp_path: Path
     async def broken(task: Task, model: Model) -> float:
         raise RuntimeError("no such tool")
 
-    with pytest.raises(DataError, match="no such tool"):
+    with pytest.raises(DataError, match=r"^2 groups in a row.*no such tool"):  # one batch, not a hundred groups
         UnifiedTrainer(small(tmp_path), workflow=broken).fit()
+
+
+def test_a_step_that_teaches_nothing_says_so_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async def always_right(task: Task, model: Model) -> float:
+        await model.chat(task.messages, max_tokens=1)
+        return 1.0
+
+    UnifiedTrainer(small(tmp_path), workflow=always_right).fit()
+    assert capsys.readouterr().out.count("nothing was learned") == 1
+
+
+@pytest.mark.parametrize(
+    ("setting", "body", "says"),
+    [
+        ("loss", "def own(context): return context.logprobs_M.sum()", "must return \\(one value per token"),
+        ("loss", "def own(context): return context.logprobs_M.sum(), {}", "got values of shape \\(\\)"),
+        ("estimator", "def own(groups, algorithm): return [0.0 for _ in groups]", "one list per group"),
+    ],
+)
+def test_an_own_loss_or_estimator_of_the_wrong_form_is_named(
+    tmp_path: Path, setting: str, body: str, says: str
+) -> None:
+    (tmp_path / "mine.py").write_text(body)
+    with pytest.raises(DataError, match=says):
+        UnifiedTrainer(small(tmp_path, f"--algorithm.{setting}={tmp_path / 'mine.py'}:own")).fit()
 
 
 def test_some_failing_episodes_are_counted_and_the_run_goes_on(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -28,12 +29,12 @@ class Verdict:
         object.__setattr__(self, "reward", float(self.reward))
 
 
-class Judger:
+class Judger(ABC):
     """Scores an episode."""
 
+    @abstractmethod
     async def judge(self, task: Task, episode: Episode) -> Verdict:
         """The reward of the episode, and whether it counts as correct."""
-        raise NotImplementedError
 
 
 class FunctionJudger(Judger):
