@@ -84,6 +84,8 @@ class FakeEngine:
     per request; `breaks` makes every request fail; `room` is the longest prompt.
     """
 
+    shares_weights = True
+
     def __init__(
         self,
         reply: Callable[[int], str | Sequence[int]] = random_word,
@@ -98,10 +100,14 @@ class FakeEngine:
         self._breaks = breaks
         self._room = room
         self.version = 0
+        self.pinned: int | None = None
+        self.restarts = 0
         self.requests: list[Request] = []
         self.busy = self.most_busy = 0
 
-    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, seed: int) -> Generation:
+    async def generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams, seed: int, pinned: bool = False
+    ) -> Generation:
         takes_s = self._takes_s if isinstance(self._takes_s, int | float) else self._takes_s[len(self.requests)]
         self.requests.append(Request(tuple(prompt_ids), params, seed))
         if len(prompt_ids) > self._room:
@@ -121,7 +127,7 @@ class FakeEngine:
             completion_ids=ids,
             logprobs=logprobs,
             model_logprobs=logprobs,
-            versions=(self.version,) * len(ids),
+            versions=(self.pinned if pinned and self.pinned is not None else self.version,) * len(ids),
             finish_reason=FinishReason.STOP if ids[-1:] == (self._tokenizer.eos_token_id,) else FinishReason.LENGTH,
             temperature=1.0 if params.temperature is None else params.temperature,
         )
@@ -138,13 +144,24 @@ class FakeEngine:
 
     async def resume(self) -> None: ...
 
-    async def load_weights(self, version: int, weights: Any = None) -> None:
+    async def load_weights(self, version: int, weights: Any = None) -> str:
         self.version = version
+        return f"weights of version {version}"
+
+    async def pin(self) -> int:
+        self.pinned = self.version
+        return self.version
+
+    async def unpin(self) -> None:
+        self.pinned = None
 
     async def release_cache(self) -> None: ...
 
+    async def restart(self) -> None:
+        self.restarts += 1
+
     def health(self) -> EngineHealth:
-        return EngineHealth(True, False, self.version, self.busy, 0, 0, 0.0)
+        return EngineHealth(True, False, self.version, self.busy, 0, 0, 0.0, restarts=self.restarts)
 
     async def close(self) -> None: ...
 

@@ -50,7 +50,8 @@ async def prepare(algorithm: AlgorithmSection, *groups: TrajectoryGroup) -> Prep
 
 def by_role(prepared: Prepared) -> dict[str, list[Sample]]:
     rows: dict[str, list[Sample]] = {}
-    for sample in prepared.parts[0].batch.samples:
+    assert prepared.part is not None
+    for sample in prepared.part.batch.samples:
         rows.setdefault(sample.role, []).append(sample)
     return rows
 
@@ -138,8 +139,11 @@ async def test_demonstrations_beside_rollouts_are_a_part_of_their_own_area() -> 
     )
     backend: Any = FakeBackend()
     sampler = TaskSampler([Task("d", talk)], 1)
-    prepared = await AdvantageObjective(config, backend, char_chat(), sampler).prepare([group(member(1.0))], 0)
-    rollouts, demonstrations = prepared.parts
+    objective = AdvantageObjective(config, backend, char_chat(), sampler)
+    rollouts = (await objective.prepare([group(member(1.0))], 0)).part
+    assert rollouts is not None
+    completion = objective.complete([rollouts], 0)
+    (demonstrations,) = completion.parts
     assert (rollouts.area, demonstrations.area, demonstrations.algorithm.loss) == ("policy", "sft", "cross_entropy")
     tokens = sum(sample.trained_tokens for sample in demonstrations.batch.samples)
-    assert demonstrations.batch.weights[0] * prepared.grad_scale == pytest.approx(0.5 / tokens)
+    assert demonstrations.batch.weights[0] * completion.grad_scale == pytest.approx(0.5 / tokens)

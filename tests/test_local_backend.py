@@ -18,6 +18,7 @@ from headrace.config import AlgorithmSection
 from headrace.data.sample import Sample
 from headrace.errors import BackendError, ConfigError, DataError
 from headrace.pipeline.batcher import grad_scale, pack
+from headrace.pipeline.drift import drift_metrics
 from headrace.runfile import build_config
 
 
@@ -85,10 +86,11 @@ async def test_ratio_one_gives_the_plain_policy_gradient() -> None:
     on_policy = Sample(
         sample.tokens, sample.loss_mask, tuple(exact), sample.versions, sample.advantages, task_id="on-policy"
     )
-    metrics = (await backend.forward_backward(pack([on_policy], REINFORCE_LIKE, 512), REINFORCE_LIKE)).reduce()
+    found = await backend.forward_backward(pack([on_policy], REINFORCE_LIKE, 512), REINFORCE_LIKE)
+    metrics = found.metrics.reduce()
     trained = [a for a, m in zip(sample.advantages, sample.loss_mask, strict=True) if m]
     assert metrics["policy/loss"] == pytest.approx(-sum(trained) / len(trained), abs=1e-5)
-    assert metrics["policy/kl_to_sampler"] == pytest.approx(0.0, abs=1e-5)
+    assert drift_metrics([on_policy], found.logprobs, 0).reduce()["policy/kl_to_sampler"] == pytest.approx(0, abs=1e-5)
     await backend.close()
 
 
@@ -96,7 +98,7 @@ async def test_recomputed_proximal_policy_makes_every_ratio_one() -> None:
     backend = make_local()
     samples = random_samples(4, 90)
     algorithm = AlgorithmSection(proximal="recompute", clip_low=0.01, clip_high=0.01)
-    metrics = (await backend.forward_backward(pack(samples, algorithm, 512), algorithm)).reduce()
+    metrics = (await backend.forward_backward(pack(samples, algorithm, 512), algorithm)).metrics.reduce()
     assert metrics["policy/clip_fraction"] == 0.0
     await backend.close()
 
@@ -124,7 +126,7 @@ async def test_the_loss_of_preferences_is_reported_per_pair_and_starts_at_ln_2()
     samples = random_samples(6, 90)
     samples = with_reference(samples, await backend.compute_logprobs(pack(samples, IMITATE, 512), of="reference"))
     algorithm = AlgorithmSection(loss="dpo", aggregation="sequence_mean_token_sum")
-    metrics = (await backend.forward_backward(pack(samples, algorithm, 30, together=2), algorithm)).reduce()
+    metrics = (await backend.forward_backward(pack(samples, algorithm, 30, together=2), algorithm)).metrics.reduce()
     assert metrics["dpo/loss"] == pytest.approx(math.log(2), abs=1e-4)
     assert "policy/loss" not in metrics and "policy/entropy" in metrics
     await backend.close()
@@ -140,7 +142,7 @@ async def test_the_value_head_learns_from_rows_with_returns_however_the_batch_is
         samples = random_samples(4, 90)
         samples[1:3] = [replace(s, returns=tuple(1.0 for _ in s.loss_mask)) for s in samples[1:3]]
         batch = pack(samples, algorithm, tokens)
-        metrics = (await backend.forward_backward(batch, algorithm)).reduce()
+        metrics = (await backend.forward_backward(batch, algorithm)).metrics.reduce()
         assert metrics["value/loss"] == pytest.approx(0.5)  # values begin at 0
         await backend.optim_step(1e-2, grad_scale([batch], algorithm))
         found.append([value for row in await backend.compute_values(batch) for value in row])

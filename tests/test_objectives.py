@@ -50,7 +50,7 @@ async def train(
     batch = pack(samples, algorithm, 512)
     found = []
     for _ in range(steps):
-        found.append((await backend.forward_backward(batch, algorithm)).reduce())
+        found.append((await backend.forward_backward(batch, algorithm)).metrics.reduce())
         await backend.optim_step(lr, grad_scale([batch], algorithm))
     return found
 
@@ -268,16 +268,16 @@ async def test_values_learn_and_advantages_follow_them() -> None:
     groups = await sampled_groups(backend)
     losses = []
     for step in range(8):
-        prepared = await objective.prepare(groups, step)
-        (part,) = prepared.parts
+        part = (await objective.prepare(groups, 0)).part
+        assert part is not None
         values = await backend.compute_values(part.batch)
         for sample, row in zip(part.batch.samples, values, strict=True):
             rewards = [0.0] * (sample.trained_tokens - 1) + [sample.reward or 0.0]
             advantages, returns = gae(rewards, trained(sample, row), 0.97, 0.9)
             assert trained(sample, sample.advantages) == pytest.approx(advantages.tolist())
             assert trained(sample, sample.returns or ()) == pytest.approx(returns.tolist())
-        losses.append((await backend.forward_backward(part.batch, part.algorithm)).reduce()["value/loss"])
-        await backend.optim_step(1e-3, prepared.grad_scale)
+        losses.append((await backend.forward_backward(part.batch, part.algorithm)).metrics.reduce()["value/loss"])
+        await backend.optim_step(1e-3, objective.complete([part], step).grad_scale)
     assert losses[-1] < 0.5 * losses[0]
     await backend.close()
 

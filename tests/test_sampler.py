@@ -22,7 +22,7 @@ def sampler(batch_size: int = 4, seed: int = 0, shuffle: bool = True, drop_last:
 
 def draw(source: TaskSampler, kinds: list[str]) -> list[list[str]]:
     """Ids of what each call handed out; a kind is "batch" or "task"."""
-    return [[t.id for t in (source.next_batch() if kind == "batch" else [source.next_task()])] for kind in kinds]
+    return [[d.task.id for d in (source.next_batch() if kind == "batch" else [source.next()])] for kind in kinds]
 
 
 def epoch(source: TaskSampler, number: int) -> list[str]:
@@ -89,7 +89,7 @@ def test_one_more_task_is_the_next_of_the_order_and_is_not_handed_out_again() ->
 def test_one_more_task_after_the_last_begins_the_next_epoch() -> None:
     source = sampler(batch_size=5)
     draw(source, ["batch", "batch"])
-    assert [source.next_task().id] == epoch(sampler(), 1)[:1]
+    assert [source.next().task.id] == epoch(sampler(), 1)[:1]
     assert source.position == (1, 1)
 
 

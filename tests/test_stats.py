@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from fakes import episode, step
-from headrace.config import AlgorithmSection, RunConfig
+from headrace.config import RunConfig
 from headrace.data.episode import Episode, Step, Trajectory
-from headrace.pipeline.batcher import pack, to_samples
+from headrace.pipeline.batcher import to_samples
 from headrace.pipeline.buffer import FinishedGroup, TrajectoryGroupBuffer
 from headrace.pipeline.stats import batch_metrics
 
 
 def metrics(*episodes: Episode) -> dict[str, float]:
     finished: FinishedGroup = TrajectoryGroupBuffer(RunConfig()).add(0, episodes)
-    batch = pack(to_samples(finished.groups), AlgorithmSection(), 512)
-    return batch_metrics([finished], batch, 0).reduce()
+    return batch_metrics([finished], to_samples(finished.groups), 0).reduce()
 
 
 def given(reward: float) -> Trajectory:

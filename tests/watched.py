@@ -16,14 +16,13 @@ from headrace import registry
 from headrace.agents.chat import ChatTemplate
 from headrace.agents.completer import Model
 from headrace.agents.loop import AgentLoopManager
-from headrace.backends.base import Asked, Publication
+from headrace.backends.base import Asked, Publication, Trained
 from headrace.backends.local.backend import LocalBackend
 from headrace.config import AlgorithmSection, RunConfig
 from headrace.data.episode import Step, TrajectoryGroup
 from headrace.data.sample import Sample, TrainBatch
 from headrace.data.task import Task
 from headrace.engine.base import SamplingParams
-from headrace.metrics import MetricsAggregator
 from headrace.models.catalog import resolve_model
 from headrace.pipeline.batcher import pack
 from headrace.runfile import build_config
@@ -47,7 +46,7 @@ class WatchedBackend(LocalBackend):
         self.published: dict[int, dict[str, Tensor]] = {0: snapshot(self.hf_model)}
         WatchedBackend.made.append(self)
 
-    async def forward_backward(self, batch: TrainBatch, algorithm: AlgorithmSection) -> MetricsAggregator:
+    async def forward_backward(self, batch: TrainBatch, algorithm: AlgorithmSection) -> Trained:
         self.batches.append((batch, algorithm))
         return await super().forward_backward(batch, algorithm)
 

@@ -20,6 +20,7 @@ from headrace.evaluator import Evaluator
 from headrace.judge.base import Judger, as_judger
 from headrace.objectives import Objective, demonstration_sampler
 from headrace.pipeline.buffer import Grouping
+from headrace.pipeline.staleness import StalenessPolicy
 from headrace.registry import nearest, resolve
 
 Tasks = Iterable[Task | dict[str, Any]]
@@ -48,6 +49,7 @@ class RunParts:
     eval_manager: AgentLoopManager
     evaluator: Evaluator
     objective: Objective
+    policy: StalenessPolicy
     grouping: Grouping | None
 
 
@@ -80,6 +82,7 @@ def assemble(
     for name in chosen(config.algorithm, "estimator"):
         resolve("estimator", name)
     grouping: Grouping | None = resolve("grouping", config.workflow.grouping) if config.workflow.grouping else None
+    policy: StalenessPolicy = resolve("staleness", config.trainer.staleness)(config.trainer.max_staleness)
     new_objective = resolve("objective", config.algorithm.objective)
     unjudged = run is single_turn and judge is None
     if unjudged and config.algorithm.objective != "sft" and _needs_reward(config.algorithm)("agent"):
@@ -89,9 +92,7 @@ def assemble(
         )
     new_backend = _checked_backend(config)
     train_tasks = load_tasks(tasks) if tasks is not None else load_tasks(config.data.tasks, **config.data.args)
-    sampler = TaskSampler(
-        train_tasks, config.trainer.batch_size, config.run.seed, config.data.shuffle, config.data.drop_last
-    )
+    sampler = TaskSampler(train_tasks, config.fresh_groups, config.run.seed, config.data.shuffle, config.data.drop_last)
     sets = _evaluation_sets(config, eval_tasks)
     demonstrations = demonstration_sampler(config)
     parts = _evaluation_parts(config, run, judge, sets, new_backend)
@@ -100,9 +101,9 @@ def assemble(
     manager = AgentLoopManager(
         run, parts.engine, parts.chat, judge, *_limits(config), needs_reward=_needs_reward(config.algorithm)
     )
-    objective: Objective = new_objective(config, parts.backend, parts.chat, demonstrations)
+    objective: Objective = new_objective(config, parts.backend, parts.chat, demonstrations, policy)
     return RunParts(
-        parts.backend, parts.engine, sampler, manager, parts.eval_manager, parts.evaluator, objective, grouping
+        parts.backend, parts.engine, sampler, manager, parts.eval_manager, parts.evaluator, objective, policy, grouping
     )
 
 

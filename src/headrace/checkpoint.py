@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from headrace.backends.base import Backend
@@ -22,6 +22,8 @@ class TrainerState:
     sampler_position: tuple[int, int]
     next_group_id: int
     first_evaluation: dict[str, float]
+    unfinished: list[tuple[int, tuple[int, int]]] = field(default_factory=list)
+    """Groups that were drawn and not trained: id, and where their task was drawn."""
 
 
 def checkpoint_folder(run_dir: Path, step: int) -> Path:
@@ -54,7 +56,9 @@ async def load_checkpoint(folder: Path, backend: Backend) -> TrainerState:
     """Load the backend's state and return the trainer's."""
     try:
         values = json.loads((folder / "trainer.json").read_text())
-        state = TrainerState(**{**values, "sampler_position": tuple(values["sampler_position"])})
+        unfinished = [(group_id, (epoch, place)) for group_id, (epoch, place) in values["unfinished"]]
+        position = tuple(values["sampler_position"])
+        state = TrainerState(**{**values, "sampler_position": position, "unfinished": unfinished})
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise BackendError(f"cannot read the checkpoint {folder}: {error}; choose another one") from error
     await backend.load(folder)

@@ -42,6 +42,10 @@ class BackendError(HeadraceError, RuntimeError):
     """The training backend failed or was asked for what it cannot do."""
 
 
+class PublicationError(BackendError):
+    """The engine does not hold the weights that it was given."""
+
+
 class WorkflowError(HeadraceError, RuntimeError):
     """User code failed: a workflow or a judger, which fails the episode; or a grouping hook, which ends the run."""
 

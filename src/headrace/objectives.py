@@ -15,6 +15,7 @@ from headrace.advantage.precomputed import brings_advantages
 from headrace.advantage.preference import form_pairs
 from headrace.agents.chat import ChatTemplate
 from headrace.backends.base import Backend
+from headrace.combinations import chosen
 from headrace.config import AlgorithmSection, RunConfig
 from headrace.data.episode import Trajectory, TrajectoryGroup
 from headrace.data.sample import NO_VERSION, Sample, TrainBatch, merge_steps
@@ -23,7 +24,10 @@ from headrace.data.task import load_tasks
 from headrace.errors import BackendError, ConfigError
 from headrace.metrics import MetricsAggregator, Reducer
 from headrace.pipeline.batcher import grad_scale, pack, split, to_samples
+from headrace.pipeline.staleness import StalenessPolicy
 
+# estimators that do not compare groups with each other; a user's own may, so it sees the whole batch
+LOOK_AT_ONE_GROUP = {"grpo", "rloo", "reinforce", "maxrl", "pkpo", "opo", "gae", "distill", "constant"}
 IMITATE = AlgorithmSection(loss="cross_entropy")
 
 
@@ -38,30 +42,40 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """The batches of one optimizer step; none means that there is nothing to train."""
+    """Some groups as a batch; None means that there is nothing to train in them."""
 
-    parts: tuple[Part, ...]
-    grad_scale: float
+    part: Part | None
     metrics: MetricsAggregator
 
 
-def in_shares(prepared: Prepared, shares: int, micro_batch_tokens: int) -> list[Prepared]:
-    """One optimizer step as several, each on an equal share of the rows."""
-    if shares == 1:
-        return [prepared]
-    (part,) = prepared.parts  # a supervised term beside it is refused at start-up
-    batches = split(part.batch, part.algorithm, micro_batch_tokens, shares)
-    return [
-        Prepared((replace(part, batch=batch),), grad_scale([batch], part.algorithm), MetricsAggregator())
-        for batch in batches
-    ]
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What completes an optimizer step: parts that belong to no group, and the factor of the summed gradient."""
+
+    parts: tuple[Part, ...]
+    grad_scale: float
+
+
+def in_shares(part: Part, shares: int, micro_batch_tokens: int) -> list[Part]:
+    """One batch as several, each with an equal share of the rows."""
+    batches = split(part.batch, part.algorithm, micro_batch_tokens, shares) if shares > 1 else [part.batch]
+    return [replace(part, batch=batch) for batch in batches]
 
 
 class Objective(Protocol):
-    """Turns groups into training batches, asking the backend for whatever log-probabilities it needs."""
+    """Turns groups into training batches, asking the backend for whatever log-probabilities it needs.
 
-    async def prepare(self, groups: Sequence[TrajectoryGroup], step: int) -> Prepared:
-        """What optimizer step `step` (from 0) trains on."""
+    Where it `streams`, a step's groups may be prepared piece by piece as they come.
+    """
+
+    streams: bool
+
+    async def prepare(self, groups: Sequence[TrajectoryGroup], version: int) -> Prepared:
+        """What is trained of groups of a step that is made at `version`."""
+        ...
+
+    def complete(self, parts: Sequence[Part], step: int) -> Completion:
+        """What goes with these parts of optimizer step `step` (from 0), now that all are known."""
         ...
 
 
@@ -72,33 +86,49 @@ class AdvantageObjective:
     """
 
     def __init__(
-        self, config: RunConfig, backend: Backend, chat: ChatTemplate, demonstrations: TaskSampler | None = None
+        self,
+        config: RunConfig,
+        backend: Backend,
+        chat: ChatTemplate,
+        demonstrations: TaskSampler | None = None,
+        policy: StalenessPolicy | None = None,
     ) -> None:
         self._config = config
         self._algorithm = config.algorithm
         self._backend = backend
+        self._policy = policy or StalenessPolicy(config.trainer.max_staleness)
         demonstrations = demonstrations or demonstration_sampler(config)
         self._demonstrations = _Demonstrations(config, chat, demonstrations) if demonstrations else None
+        self.streams = _streams(config)
 
-    async def prepare(self, groups: Sequence[TrajectoryGroup], step: int) -> Prepared:
+    async def prepare(self, groups: Sequence[TrajectoryGroup], version: int) -> Prepared:
         metrics = MetricsAggregator()
         groups = await self._with_penalty(trained_roles(groups, self._algorithm), metrics)
-        samples = await self._rows(groups)
+        samples = await self._within_staleness(await self._rows(groups), version, metrics)
         if not samples:
-            return Prepared((), 1.0, metrics)
+            return Prepared(None, metrics)
         if self._algorithm.kl.coef and self._algorithm.kl.where == "loss":
             samples = await self._with_reference(samples)
         if self._algorithm.proximal == "recompute" and self._config.trainer.updates_per_batch > 1:
             samples = await self._with_old(samples)
-        batch = self._pack(samples)
-        scale = grad_scale([batch], self._algorithm)
-        parts = [Part(batch, self._algorithm)]
-        if self._demonstrations is not None:
-            parts.append(Part(self._demonstrations.batch(step, scale), IMITATE, "sft"))
-        return Prepared(tuple(parts), scale, metrics)
+        return Prepared(Part(self._pack(samples), self._algorithm), metrics)
+
+    def complete(self, parts: Sequence[Part], step: int) -> Completion:
+        scale = grad_scale([part.batch for part in parts], self._algorithm)
+        if self._demonstrations is None:
+            return Completion((), scale)
+        return Completion((Part(self._demonstrations.batch(step, scale), IMITATE, "sft"),), scale)
+
+    async def _within_staleness(self, samples: list[Sample], version: int, metrics: MetricsAggregator) -> list[Sample]:
+        """The rows without the tokens that the staleness policy leaves out."""
+        measured = self._policy.to_measure(samples, version)
+        scored = await self._backend.compute_logprobs(self._pack([samples[i] for i in measured])) if measured else []
+        limited = self._policy.limit(samples, version, dict(zip(measured, scored, strict=True)), metrics)
+        return [sample for sample in limited if sample.trained_tokens]
 
     def _pack(self, samples: Sequence[Sample]) -> TrainBatch:
-        return pack(samples, self._algorithm, self._config.backend.micro_batch_tokens)
+        apart = self._config.run.deterministic
+        return pack(samples, self._algorithm, self._config.backend.micro_batch_tokens, groups_apart=apart)
 
     async def _rows(self, groups: Sequence[TrajectoryGroup]) -> list[Sample]:
         """Rows with advantages: a teacher's, the workflow's own, the value head's or an estimator's."""
@@ -106,11 +136,12 @@ class AdvantageObjective:
         others = [group for group in groups if not is_distilled(group, self._algorithm)]
         assigned = assign_advantages(others, self._algorithm)
         valued = [self._is_valued(group) for group in others]
-        return [
+        rows = [
             *to_samples(await self._with_teacher(taught)),
             *to_samples([group for group, by_value in zip(assigned, valued, strict=True) if not by_value]),
             *await self._with_values(to_samples([g for g, by_value in zip(assigned, valued, strict=True) if by_value])),
         ]
+        return sorted(rows, key=lambda row: row.group_id)
 
     def _is_rewarded(self, group: TrajectoryGroup) -> bool:
         """Whether the group is trained by its rewards, and not by a teacher or the workflow's own advantages."""
@@ -186,8 +217,15 @@ class AdvantageObjective:
 class PreferenceObjective:
     """Pairs of better and worse rollouts, compared with the reference. Advantages play no part."""
 
+    streams = True
+
     def __init__(
-        self, config: RunConfig, backend: Backend, chat: ChatTemplate, demonstrations: TaskSampler | None = None
+        self,
+        config: RunConfig,
+        backend: Backend,
+        chat: ChatTemplate,
+        demonstrations: TaskSampler | None = None,
+        policy: StalenessPolicy | None = None,
     ) -> None:
         assert demonstrations is None, "preferences have no supervised term: check_combinations refuses it"
         self._config = config
@@ -195,16 +233,19 @@ class PreferenceObjective:
         self._backend = backend
         self._known: dict[tuple[Any, ...], tuple[float, ...]] = {}
 
-    async def prepare(self, groups: Sequence[TrajectoryGroup], step: int) -> Prepared:
+    async def prepare(self, groups: Sequence[TrajectoryGroup], version: int) -> Prepared:
         metrics = MetricsAggregator()
         pairs, skipped = form_pairs(groups, self._config.dpo)
         metrics.record("dpo/pairs", len(pairs), Reducer.SUM)
         metrics.record_all(skipped, Reducer.SUM, prefix="dpo/skipped/")
         samples = [sample for pair in pairs for sample in (pair.chosen, pair.rejected)]
         if not samples:
-            return Prepared((), 1.0, metrics)
+            return Prepared(None, metrics)
         batch = self._pack(await self._with_known_reference(samples))
-        return Prepared((Part(batch, self._algorithm),), grad_scale([batch], self._algorithm), metrics)
+        return Prepared(Part(batch, self._algorithm), metrics)
+
+    def complete(self, parts: Sequence[Part], step: int) -> Completion:
+        return Completion((), grad_scale([part.batch for part in parts], self._algorithm))
 
     async def _with_known_reference(self, samples: Sequence[Sample]) -> list[Sample]:
         """The reference never changes: a pair of a file that comes again in a later epoch is not scored again."""
@@ -219,7 +260,20 @@ class PreferenceObjective:
         return [replace(sample, reference_logprobs=scores[sample.tokens]) for sample in samples]
 
     def _pack(self, samples: Sequence[Sample]) -> TrainBatch:
-        return pack(samples, self._algorithm, self._config.backend.micro_batch_tokens, together=2)
+        apart = self._config.run.deterministic
+        return pack(samples, self._algorithm, self._config.backend.micro_batch_tokens, together=2, groups_apart=apart)
+
+
+def _streams(config: RunConfig) -> bool:
+    """Whether pieces of a batch come to the same as the whole of it."""
+    estimators = chosen(config.algorithm, "estimator")
+    if config.algorithm.use_precomputed_advantage:  # which warns once for a whole batch
+        return False
+    if (
+        config.run.deterministic and "distill" in estimators
+    ):  # a teacher's scores depend, in the last bit, on the pieces
+        return False
+    return estimators <= LOOK_AT_ONE_GROUP
 
 
 def demonstration_sampler(config: RunConfig) -> TaskSampler | None:
@@ -251,7 +305,7 @@ class _Demonstrations:
         self._sampler.position = (epoch, index * self._section.batch_size)
         samples = [
             sample
-            for task in self._sampler.next_batch()
+            for _, task in self._sampler.next_batch()
             for sample in merge_steps(Trajectory(tuple(self._chat.demonstration(task.messages)), "sft"))
         ]
         tokens = sum(sample.trained_tokens for sample in samples)

@@ -36,6 +36,13 @@ _BUILTIN: dict[str, dict[str, str]] = {
         "sft": "headrace.objectives:AdvantageObjective",
         "dpo": "headrace.objectives:PreferenceObjective",
     },
+    "staleness": {
+        "count": "headrace.pipeline.staleness:Count",
+        "drop": "headrace.pipeline.staleness:Drop",
+        "wait": "headrace.pipeline.staleness:Wait",
+        "mask": "headrace.pipeline.staleness:Mask",
+        "trust": "headrace.pipeline.staleness:Trust",
+    },
     "estimator": {
         "grpo": "headrace.advantage.estimators:grpo",
         "rloo": "headrace.advantage.estimators:rloo",

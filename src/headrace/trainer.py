@@ -1,35 +1,35 @@
 """UnifiedTrainer: the loops, and nothing else.
 
-`_produce` rolls tasks out as the coordinator admits them; `_learn` turns finished groups into optimizer steps and
-hands the weights back. They meet in the buffer. With `max_staleness = 0` a batch is admitted only when the version
-that it trains is published, so the two take turns: that is synchronous training.
+Three loops run side by side. The `Producer` rolls tasks out as the coordinator admits them; `_learn` turns whole groups
+into optimizer steps and hands the weights back; `_watch` looks after the engine. They meet in the coordinator and the
+buffer. With `max_staleness = 0` a batch is admitted only when the version that it trains is published, so the first
+two take turns: that is synchronous training. Above 0, generation goes on while the learner learns.
 """
 
 from __future__ import annotations
 
 import asyncio
 import signal
-import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from headrace import memory
 from headrace.advantage.filters import is_uniform
 from headrace.assembly import Tasks, assemble, resolve_objective
+from headrace.callbacks import Callback, CallbackSet, Evaluating, Saving, Tracking
 from headrace.checkpoint import TrainerState, list_checkpoints, load_checkpoint, save_checkpoint
 from headrace.config import RunConfig
-from headrace.data.seeds import derive_seed
-from headrace.data.task import Task
-from headrace.engine.base import SamplingParams
-from headrace.errors import DataError
-from headrace.metrics import MetricsAggregator, Reducer
-from headrace.objectives import Prepared, in_shares
+from headrace.errors import DataError, EngineError, PublicationError
+from headrace.learner import Learner
+from headrace.metrics import Reducer
 from headrace.pipeline.buffer import FinishedGroup, TrajectoryGroupBuffer
+from headrace.pipeline.clock import StepClock
 from headrace.pipeline.coordinator import SyncCoordinator
-from headrace.pipeline.schedule import learning_rate
-from headrace.pipeline.stats import batch_metrics
+from headrace.producer import Changes, OpenedBatch, Producer
+from headrace.registry import resolve
 from headrace.rundir import log_to_file, mark_finished, prepare_run_dir
 from headrace.summary import summarize
 from headrace.track.base import RunInfo, TrackerSet
@@ -48,7 +48,7 @@ class RunResult:
 
 
 class UnifiedTrainer:
-    """Trains by a configuration; workflow, tasks and judger may be given as objects instead of names."""
+    """Trains by a configuration; workflow, tasks, judger and callbacks may be given as objects instead of names."""
 
     def __init__(
         self,
@@ -57,17 +57,17 @@ class UnifiedTrainer:
         tasks: Tasks | None = None,
         judger: Any = None,
         eval_tasks: dict[str, Tasks] | None = None,
+        callbacks: Sequence[Callback] = (),
     ) -> None:
         self._as_given = config
         self.config = resolve_objective(config)
+        self.step = 0
         self._given = (workflow, tasks, judger, eval_tasks)
+        named = [resolve("callback", name)() for name in config.trainer.callbacks]
+        self._own_callbacks = [*named, *callbacks]
         self._stop_requested = False
-        self._step = 0
-        self._next_group_id = 0
         self._skipped_in_a_row = 0
-        self._failed_groups = 0
-        self._some_worked = False
-        self._warned_of_uniform = False
+        self._warned: set[str] = set()
         self._first_evaluation: dict[str, float] = {}
         self._last_evaluation: dict[str, float] = {}
         self._last_metrics: dict[str, float] = {}
@@ -85,7 +85,10 @@ class UnifiedTrainer:
         self._run_dir = prepare_run_dir(self._as_given)
         with closing(log_to_file(self._run_dir)):
             self._trackers = TrackerSet.from_names(self.config.track.trackers)
+            # tracked before it is saved: what a checkpoint contains is never missing from the metrics
+            self._callbacks = CallbackSet([Evaluating(), *self._own_callbacks, Tracking(self._trackers), Saving()])
             self._parts = await asyncio.to_thread(assemble, self.config, *self._given)
+            self.engine = self._parts.engine
             try:
                 with self._stop_on_interrupt():
                     await self._train()
@@ -98,193 +101,323 @@ class UnifiedTrainer:
         return self._finish()
 
     async def _train(self) -> None:
-        config, parts = self.config, self._parts
+        config = self.config
         self._trackers.start(
             RunInfo(config.run.name, self._run_dir, config.trainer.steps, self._as_given.model_dump(mode="json"))
         )
         if self._run_dir.name != config.run.name:
             self._trackers.message(f"{config.run.name} is finished; this run is {self._run_dir.name}")
-        version = await self._resume()
-        self._coordinator = SyncCoordinator(config.trainer.max_staleness, version)
-        self._buffer = TrajectoryGroupBuffer(config, parts.grouping)
-        self._batch_sizes: asyncio.Queue[int] = asyncio.Queue()
-        self._admission_changed = asyncio.Event()
-        await parts.engine.load_weights(version)
-        if config.eval.before and config.eval.sets and self._step == 0:
-            self._first_evaluation = await self._evaluate()
-            self._trackers.log(0, self._first_evaluation)
-        async with asyncio.TaskGroup() as loops:
-            producer = loops.create_task(self._produce())
+        await self._set_up(await self._resumed_state())
+        async with asyncio.TaskGroup() as self._loops:
+            before = await self._callbacks.call("on_train_start", self)
+            if before:
+                self._trackers.log(0, before)
+            self._clock.restart()
+            watch = self.spawn(self._watch())
+            self._producing = self.spawn(self._producer.run())
             await self._learn()
-            producer.cancel()
+            self._producing.cancel()
+            await self._callbacks.call("on_train_end", self)
+            watch.cancel()
 
-    async def _produce(self) -> None:
-        """Consumes tasks, waits for admission, produces finished groups in the buffer."""
-        async with asyncio.TaskGroup() as groups:
-            while True:
-                while not self._coordinator.may_open_batch():
-                    self._admission_changed.clear()
-                    await self._admission_changed.wait()
-                tasks = self._parts.sampler.next_batch()
-                self._coordinator.open_batch()
-                self._batch_sizes.put_nowait(len(tasks))
-                for task in tasks:
-                    groups.create_task(self._roll_out(task))
-
-    async def _roll_out(self, task: Task) -> None:
-        """Roll one task out; if its group is dropped, roll out another in its place."""
-        section = self.config.rollout
-        sampling = SamplingParams(
-            section.temperature, section.top_p, section.top_k, section.max_tokens, tuple(section.stop)
+    async def _set_up(self, state: TrainerState | None) -> None:
+        """The state of the loops, new or as a checkpoint has it, and the engine with its weights."""
+        config, parts = self.config, self._parts
+        version = state.version if state else 0
+        self.step = state.step if state else 0
+        left = -(-(config.trainer.steps - self.step) // config.trainer.updates_per_batch)
+        self._coordinator = SyncCoordinator(
+            parts.policy,
+            config.fresh_groups,
+            version=version,
+            over_sample=config.produce.over_sample,
+            capacity=config.produce.capacity,
+            batches=left,
         )
-        for replaced in range(self.config.filters.most_replacements):
-            group_id, self._next_group_id = self._next_group_id, self._next_group_id + 1
-            self._coordinator.dispatched(section.group_size)
-            episodes = await self._parts.manager.roll_out_group(
-                task, group_id, section.group_size, derive_seed("train", self.config.run.seed), sampling
-            )
-            finished = self._buffer.add(group_id, episodes)
-            self._coordinator.settled(failed=finished.failed, filtered=finished.filtered)
-            self._stop_if_nothing_ever_worked(finished)
-            if finished.dropped_because is None:
-                return
-            if replaced == self.config.filters.most_replacements - 1:
-                raise _nothing_to_train(finished, replaced + 1)
-            task = self._parts.sampler.next_task()
+        self._buffer = TrajectoryGroupBuffer(config, parts.grouping, self._run_dir / "spill")
+        self._changes = Changes()
+        self._producer = Producer(config, parts.sampler, parts.manager, self._coordinator, self._buffer, self._changes)
+        self._learner = Learner(config, parts.backend, parts.objective, parts.policy)
+        self._clock = StepClock()
+        section, shares = config.trainer, parts.engine.shares_weights
+        self._streams = self._learner.streams and (not shares if section.stream is None else section.stream)
+        lends = section.max_staleness == 0 if section.release_cache is None else section.release_cache
+        self._lends = shares and lends and not self._streams
+        if state is not None:
+            parts.sampler.position = state.sampler_position
+            self._producer.next_group_id = state.next_group_id
+            self._producer.resume(state.unfinished)
+            self._first_evaluation = state.first_evaluation
+        await parts.backend.publish(version)
 
-    def _stop_if_nothing_ever_worked(self, finished: FinishedGroup) -> None:
-        """A workflow that fails from the start is told after one batch, not after a hundred replacements."""
-        self._some_worked |= finished.failed < len(finished.episodes)
-        self._failed_groups += finished.failed == len(finished.episodes)
-        if not self._some_worked and self._failed_groups >= self.config.trainer.batch_size:
-            raise _nothing_to_train(finished, self._failed_groups)
+    # ---- the learner's loop ---------------------------------------------------------------------------------------
 
     async def _learn(self) -> None:
-        """Consumes groups, waits for a whole batch, produces optimizer steps and published weights."""
-        config = self.config
-        while self._step < config.trainer.steps and not self._stop_requested:
-            started = time.perf_counter()
-            finished = await self._collect()
-            generated = time.perf_counter()
-            prepared = await self._parts.objective.prepare([g for item in finished for g in item.groups], self._step)
-            if not prepared.parts:
-                self._skip(finished, prepared)
-                continue
-            before = self._step
-            metrics = await self._update(finished, prepared)
-            publication = await self._parts.backend.publish(self._coordinator.version + 1)
-            trained = time.perf_counter()
-            metrics.record("time/generate_s", generated - started, Reducer.LAST)
-            metrics.record("time/train_s", trained - generated, Reducer.LAST)
-            self._coordinator.published(publication.version)
-            await self._end_of_step(metrics, started, before)
-            self._admission_changed.set()  # only now: evaluation and checkpoint see the engine idle
-        if self._stop_requested and self._step < config.trainer.steps:
-            await self._save()
+        """Consumes whole groups, waits for those of a step, produces optimizer steps and published weights."""
+        epoch: int | None = None
+        while self.step < self.config.trainer.steps and not self._stop_requested:
+            batch = await self._producer.batches.get()
+            if epoch is not None and batch.epoch != epoch:
+                await self._callbacks.call("on_epoch_end", epoch)
+            if batch.epoch != epoch:
+                epoch = batch.epoch
+                await self._callbacks.call("on_epoch_start", epoch)
+            await self._callbacks.call("on_batch_start", self.step)
+            await self._make_step(batch)
+        if epoch is not None:
+            await self._callbacks.call("on_epoch_end", epoch)
 
-    async def _collect(self) -> list[FinishedGroup]:
-        """The groups of one step: a batch, or as many as it takes until enough tasks are partly solved."""
+    async def _make_step(self, batch: OpenedBatch) -> None:
+        """Gather the groups of a step, learn from them, publish."""
+        self._learner.begin(self._coordinator.version)
+        memory.reset_peak()
+        finished: list[FinishedGroup] = []
+        async for some in self._gather(batch.size):
+            finished += some
+            if self._lends:
+                peak_mb = memory.peak_mb()
+                await self._lend_memory()
+                self._learner.metrics.record("memory/generate_peak_mb", peak_mb, Reducer.MAX)
+            with self._clock.training():
+                await self._learner.learn(some)
+        again = self._buffer.take_used(self.config.trainer.batch_size - len(finished), self._too_old)
+        with self._clock.training():
+            if again:
+                await self._learner.learn(again)
+            if self._learner.has_something:
+                await self._update(finished, again)
+        if self._lends:
+            self._learner.metrics.record("memory/train_peak_mb", memory.peak_mb(), Reducer.MAX)
+            await self.engine.resume()
+        if self._learner.has_something:
+            await self._end_of_step()
+        else:
+            self._skip(finished)
+        self._clock.restart()
+        self._coordinator.resume()
+        self._changes.notify()
+
+    async def _lend_memory(self) -> None:
+        """The engine's cache makes room for the learner's activations; it is rebuilt when decoding goes on."""
+        await self.engine.pause()
+        await self.engine.release_cache()
+        memory.reset_peak()
+
+    async def _gather(self, size: int) -> AsyncIterator[list[FinishedGroup]]:
+        """The groups of a step: all at once, or, when streaming, some as soon as they are whole."""
+        taken = 0
+        while True:
+            some = await self._take(size - taken)
+            taken += len(some)
+            yield some if self._streams else await self._with_partly_solved(some)
+            if taken >= size and not self._coordinator.due():
+                return
+
+    async def _take(self, wanted: int) -> list[FinishedGroup]:
+        """Wait for groups that the step may take, and take them."""
+        await self._changes.until(lambda: self._takeable(wanted)[0] > 0)
+        count, first = self._takeable(wanted)
+        some = self._buffer.take(count, first)
+        for group in some:
+            self._coordinator.gone(group.group_id)
+        self._changes.notify()
+        return some
+
+    def _takeable(self, wanted: int) -> tuple[int, list[int]]:
+        """How many whole groups the step may take now, of those it still wants (0: wait), and which of them first."""
+        self._drop_stale()
+        due = self._coordinator.due()
+        late = sum(group_id not in self._buffer for group_id in due)
+        if not self._streams:
+            enough = max(wanted, len(due))
+            return (enough if not late and len(self._buffer) >= enough else 0), due
+        if self.config.run.deterministic:  # in the order of dispatch, so that gradients add up in the same order
+            in_order = self._coordinator.whole_in_order()[: max(wanted, len(due))]
+            return len(in_order), in_order
+        ready = len(self._buffer)
+        return max(min(ready, wanted - late), min(ready, len(due) - late)), due
+
+    def _drop_stale(self) -> None:
+        """Throw away what the staleness policy will not train, and start others in their place."""
+        stale = self._coordinator.stale()
+        for group in self._buffer.take(len(stale), first=stale) if stale else ():
+            self._coordinator.gone(group.group_id)
+            self._coordinator.settled(stale=group.kept)
+            self._producer.bias.dropped(group)
+            self._producer.trained([group])
+        self._producer.refill(len(stale))
+
+    async def _with_partly_solved(self, finished: list[FinishedGroup]) -> list[FinishedGroup]:
+        """With more batches, until enough tasks are partly solved (`filters.min_partial_tasks`)."""
         wanted = self.config.filters.min_partial_tasks
-        finished = await self._buffer.take(await self._batch_sizes.get())
         for added in range(self.config.filters.most_replacements):
             partial = sum(any(not is_uniform(g) for g in item.groups if g.has_rewards) for item in finished)
             if partial >= wanted or self._stop_requested:
                 return finished
             self._trackers.message(f"{partial} of {wanted} partly solved tasks; adding batch {added + 2}")
             self._coordinator.skipped()
-            self._admission_changed.set()
-            finished += await self._buffer.take(await self._batch_sizes.get())
+            self._changes.notify()
+            finished += await self._take((await self._producer.batches.get()).size)
         raise DataError(
             f"filters.min_partial_tasks wants {wanted} partly solved tasks, and {len(finished)} tasks in "
             f"{self.config.filters.most_replacements} batches did not hold them; use tasks of middling difficulty"
         )
 
-    async def _update(self, finished: list[FinishedGroup], prepared: Prepared) -> MetricsAggregator:
-        """The optimizer steps on one batch."""
-        config, backend = self.config, self._parts.backend
-        metrics = batch_metrics(finished, prepared.parts[0].batch, self._coordinator.version)
-        metrics.merge(prepared.metrics)
-        shares = min(config.trainer.updates_per_batch, config.trainer.steps - self._step)
-        for share in in_shares(prepared, shares, config.backend.micro_batch_tokens):
-            for part in share.parts:
-                figures = await backend.forward_backward(part.batch, part.algorithm)
-                metrics.merge(figures.renamed("policy/", f"{part.area}/"))
-            self._step += 1
-            rate = learning_rate(self._step, config.trainer.steps, config.optimizer)
-            metrics.merge(await backend.optim_step(rate, share.grad_scale))
-        self._coordinator.settled(trained=sum(item.kept for item in finished))
-        self._skipped_in_a_row = 0
-        return metrics
+    def _too_old(self, group: FinishedGroup) -> bool:
+        """Whether a group is too old to be trained once more. Policies that look at single tokens do so later."""
+        policy, oldest = self._parts.policy, group.oldest_version
+        age = self._coordinator.version - oldest if oldest is not None else 0
+        return policy.is_stale(age) or (policy.waits_for_due and age > policy.max_staleness)
 
-    def _skip(self, finished: list[FinishedGroup], prepared: Prepared) -> None:
+    async def _update(self, finished: list[FinishedGroup], again: list[FinishedGroup]) -> None:
+        """Change the weights and hand them to the engine."""
+        coordinator = self._coordinator
+        if not (self.config.trainer.max_staleness and self.config.trainer.partial_rollouts):
+            coordinator.pause()  # in step, evaluation and checkpoint are to see the engine idle
+        if self.engine.shares_weights:
+            await self._drained()
+            await self.engine.pause()  # until it knows the version: tokens in between would carry the wrong one
+        self.step += await self._learner.update(self.step)
+        await self._drained()
+        publication = await self._parts.backend.publish(coordinator.version + 1)
+        coordinator.settled(trained=sum(item.kept for item in finished))
+        coordinator.published(publication.version)
+        if self.engine.shares_weights and not self._lends:
+            await self.engine.resume()
+        self._producer.trained(finished)
+        self._producer.bias.trained(finished)
+        self._buffer.retain([*finished, *again])
+        self._skipped_in_a_row = 0
+        self._changes.notify()
+        await self._callbacks.call("on_policy_updated", publication.version, publication.fingerprint)
+
+    async def _drained(self) -> None:
+        """Without partial rollouts, wait until nothing is in flight."""
+        if not self.config.trainer.partial_rollouts:
+            await self._changes.until(lambda: self._coordinator.in_flight == 0)
+
+    def _skip(self, finished: list[FinishedGroup]) -> None:
         """Nothing in the batch can be trained: no update, and another batch in its place."""
         self._coordinator.settled(filtered=sum(item.kept for item in finished))
         self._coordinator.skipped()
-        self._admission_changed.set()
-        why = {key: value for key, value in prepared.metrics.reduce().items() if value}
+        self._producer.trained(finished)
+        found = self._learner.metrics.reduce()
+        why = {key: value for key, value in found.items() if value and not key.startswith("memory/")}
         self._trackers.message(f"no update: the batch holds nothing to train {why}")
         self._skipped_in_a_row += 1
         if self._skipped_in_a_row >= self.config.filters.most_replacements:
             raise DataError(f"{self._skipped_in_a_row} batches in a row held nothing to train: {why}")
 
-    async def _end_of_step(self, metrics: MetricsAggregator, started: float, before: int) -> None:
-        """Evaluation, checkpoint, tracking."""
-        config, step = self.config, self._step
-        last = step == config.trainer.steps
-        account = self._coordinator.account()
-        for name in ("dispatched", "trained", "filtered", "failed", "stale", "pending"):
-            metrics.record(f"episodes/{name}", getattr(account, name), Reducer.LAST)
-        metrics.record("time/step_s", time.perf_counter() - started, Reducer.LAST)
+    async def _end_of_step(self) -> None:
+        """Figures, and callbacks: evaluation, tracking and checkpoint are among them."""
+        if self.step >= self.config.trainer.steps:
+            self._producing.cancel()  # what is still in flight will not be trained
+        metrics = self._learner.metrics
+        for name, count in asdict(self._coordinator.account()).items():
+            metrics.record(f"episodes/{name}", count, Reducer.LAST)
+        metrics.merge(self._producer.durations())
+        metrics.merge(self._producer.bias.metrics())
+        metrics.merge(self._clock.end(self.engine.health(), overlapping=self.config.trainer.max_staleness > 0))
         values = metrics.reduce()
-        values |= _rates(values)
-        if (_due(config.eval.every, before, step) and not last) or (config.eval.after and last):
-            values |= await self._evaluate()
-        self._trackers.log(step, values)
-        self._last_metrics = values
+        values["tokens/generated_per_s"] = values["tokens/generated"] / max(self._clock.generating_s, 1e-9)
+        values["tokens/trained_per_s"] = values["tokens/trained"] / max(self._clock.training_s, 1e-9)
+        self._check_drift(values)
         self._warn_of_uniform_rewards(values)
-        if _due(config.trainer.save_every, before, step) or (last and config.trainer.save_last):
-            await self._save()
+        self._last_metrics = await self._callbacks.end_batch(self.step, values)
+
+    def _check_drift(self, values: dict[str, float]) -> None:
+        """The mismatch alarm: the learner's log-probabilities against those that the same version sampled with."""
+        drift, alarm = values.get("drift/same_version", 0.0), self.config.alarm
+        if self._samples_cut or not drift > alarm.warn_drift:
+            return
+        found = (
+            f"step {self.step}: sampler and learner differ by {drift:.3g} on average on tokens of the same version "
+            f"(log-probability)"
+        )
+        if drift > alarm.stop_drift:
+            raise PublicationError(
+                f"{found}, above alarm.stop_drift {alarm.stop_drift:g}: the engine does not sample from the weights "
+                f"that were published; restart it, or raise the limit if the two are known to compute differently"
+            )
+        self._warn_once("drift", f"{found}; above alarm.warn_drift {alarm.warn_drift:g} training is not exact")
+
+    @property
+    def _samples_cut(self) -> bool:
+        """Whether the sampler's distribution is not the learner's by intention."""
+        rollout = self.config.rollout
+        return rollout.top_p < 1 or rollout.top_k > 0 or self.config.model.lora.dropout > 0
 
     def _warn_of_uniform_rewards(self, values: dict[str, float]) -> None:
         """Once, when a whole step taught nothing."""
-        uniform = values.get("reward/uniform_groups") == 1.0 and values.get("policy/grad_norm") == 0.0
-        if uniform and not self._warned_of_uniform:
-            self._trackers.message(
-                f"step {self._step}: in every group all rewards are equal (mean {values['reward/mean']:g}), so nothing "
-                f"was learned; use tasks that are sometimes solved, or a reward that tells rollouts apart"
+        if values.get("reward/uniform_groups") == 1.0 and values.get("policy/grad_norm") == 0.0:
+            self._warn_once(
+                "uniform",
+                f"step {self.step}: in every group all rewards are equal (mean {values['reward/mean']:g}), so nothing "
+                f"was learned; use tasks that are sometimes solved, or a reward that tells rollouts apart",
             )
-            self._warned_of_uniform = True
 
-    async def _evaluate(self) -> dict[str, float]:
-        self._last_evaluation = await self._parts.evaluator.evaluate(self._parts.eval_manager)
-        return self._last_evaluation
+    def _warn_once(self, what: str, text: str) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
+            self._trackers.message(text)
 
-    async def _save(self) -> None:
+    # ---- beside the learner ---------------------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        """Looks at the engine on an interval, shows its state, and ends the run if it has died for good."""
+        while True:
+            health = self.engine.health()
+            self._trackers.status(health)
+            if health.error is not None:
+                raise EngineError(f"the engine has stopped: {health.error}")
+            await asyncio.sleep(self.config.engine.health_every_s)
+
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Run something beside training; its failure ends the run."""
+        return self._loops.create_task(work)
+
+    async def evaluate(self, pinned: bool = False) -> dict[str, float]:
+        """Evaluate every set; `pinned` keeps the weights of now for it while training goes on."""
+        step = self.step
+        await self._callbacks.call("on_validation_start", step)
+        if pinned:
+            await self.engine.pin()
+        try:
+            found = await self._parts.evaluator.evaluate(self._parts.eval_manager)
+        finally:
+            if pinned:
+                await self.engine.unpin()
+        self._last_evaluation = found
+        if step == 0:
+            self._first_evaluation = found
+        await self._callbacks.call("on_validation_end", step, found)
+        return {**found, "eval/step": float(step)}
+
+    async def save(self) -> None:
+        """Write a checkpoint."""
         state = TrainerState(
-            step=self._step,
+            step=self.step,
             version=self._coordinator.version,
             sampler_position=self._parts.sampler.position,
-            next_group_id=self._next_group_id,
+            next_group_id=self._producer.next_group_id,
             first_evaluation=self._first_evaluation,
+            unfinished=self._producer.unfinished(),
         )
         await save_checkpoint(self._run_dir, state, self._parts.backend, self.config.trainer.keep_last)
 
-    async def _resume(self) -> int:
-        """Go on from the newest checkpoint, if there is one; returns its version."""
+    async def _resumed_state(self) -> TrainerState | None:
+        """That of the newest checkpoint, with the backend's loaded; None if there is none."""
         checkpoints = list_checkpoints(self._run_dir)
         if not checkpoints:
-            return 0
+            return None
         state = await load_checkpoint(checkpoints[-1], self._parts.backend)
-        self._step, self._next_group_id = state.step, state.next_group_id
-        self._parts.sampler.position = state.sampler_position
-        self._first_evaluation = state.first_evaluation
         self._trackers.message(f"going on from {checkpoints[-1]}")
-        return state.version
+        return state
 
     def _finish(self) -> RunResult:
-        interrupted = self._stop_requested and self._step < self.config.trainer.steps
+        interrupted = self._stop_requested and self.step < self.config.trainer.steps
         result = RunResult(
-            self._run_dir, self._step, interrupted, self._first_evaluation, self._last_evaluation, self._last_metrics
+            self._run_dir, self.step, interrupted, self._first_evaluation, self._last_evaluation, self._last_metrics
         )
         if not interrupted:
             mark_finished(self._run_dir, self._last_evaluation)
@@ -311,29 +444,9 @@ class UnifiedTrainer:
             loop.remove_signal_handler(signal.SIGINT)
 
 
-def _due(every: int, before: int, step: int) -> bool:
-    """Whether a multiple of `every` was reached by going from step `before` to `step`; 0 is never."""
-    return every > 0 and step // every > before // every
-
-
-def _rates(values: dict[str, float]) -> dict[str, float]:
-    return {
-        "tokens/generated_per_s": values["tokens/generated"] / max(values["time/generate_s"], 1e-9),
-        "tokens/trained_per_s": values["tokens/trained"] / max(values["time/train_s"], 1e-9),
-    }
-
-
 def _first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """The exception that ended a loop; the others were cancelled because of it."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
-
-
-def _nothing_to_train(finished: FinishedGroup, dropped: int) -> DataError:
-    errors = [episode.error for episode in finished.episodes if episode.error]
-    return DataError(
-        f"{dropped} groups in a row were dropped, the last because of: {finished.dropped_because}; "
-        + (f"its last error: {errors[-1]}" if errors else "use tasks that the model sometimes solves, or no filter")
-    )

@@ -14,7 +14,7 @@ from headrace.agents.chat import ChatTemplate
 from headrace.data.episode import FinishReason, ModelOutput, OwnedMessages, Step, Trajectory
 from headrace.data.seeds import derive_seed
 from headrace.data.task import Message
-from headrace.engine.base import RolloutEngine, SamplingParams
+from headrace.engine.base import Generates, SamplingParams
 
 
 class Model:
@@ -24,7 +24,7 @@ class Model:
     """
 
     def __init__(
-        self, engine: RolloutEngine, chat: ChatTemplate, sampling: SamplingParams, seed: int, training: bool = True
+        self, engine: Generates, chat: ChatTemplate, sampling: SamplingParams, seed: int, training: bool = True
     ) -> None:
         self._engine = engine
         self._template = chat

@@ -20,7 +20,7 @@ from headrace.agents.workflow import Outcome, RunFunction, is_no_room, until_no_
 from headrace.data.episode import Episode, FinishReason, TerminationReason, Trajectory, is_number
 from headrace.data.seeds import derive_seed
 from headrace.data.task import Task
-from headrace.engine.base import RolloutEngine, SamplingParams
+from headrace.engine.base import Generates, SamplingParams
 from headrace.errors import EngineError, PromptTooLongError, WorkflowError
 from headrace.judge.base import Judger
 
@@ -46,7 +46,7 @@ class AgentLoopManager:
     def __init__(
         self,
         run: RunFunction,
-        engine: RolloutEngine,
+        engine: Generates,
         chat: ChatTemplate,
         judger: Judger | None,
         max_concurrent: int = 256,

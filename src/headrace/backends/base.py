@@ -24,6 +24,14 @@ class Publication:
     fingerprint: str
 
 
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What `forward_backward` found: figures, and per sample the policy's log-probability of every trained target."""
+
+    metrics: MetricsAggregator
+    logprobs: tuple[tuple[float, ...], ...]
+
+
 class Backend(Protocol):
     """Owns the trainable model. Gradients accumulate over `forward_backward` calls until `optim_step`."""
 
@@ -41,7 +49,7 @@ class Backend(Protocol):
         """The engine that samples from this backend's policy."""
         ...
 
-    async def forward_backward(self, batch: TrainBatch, algorithm: AlgorithmSection) -> MetricsAggregator:
+    async def forward_backward(self, batch: TrainBatch, algorithm: AlgorithmSection) -> Trained:
         """Add the gradient of the batch's summed, weighted token losses to what has accumulated."""
         ...
 

@@ -5,9 +5,20 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 from headrace.data.task import Task
 from headrace.errors import ConfigError
+
+Position = tuple[int, int]
+"""Epoch, and place within its order."""
+
+
+class Draw(NamedTuple):
+    """A task, and where in the stream it stands: `task_at(position)` gives it again."""
+
+    position: Position
+    task: Task
 
 
 class TaskSampler:
@@ -27,14 +38,14 @@ class TaskSampler:
         self._shuffle = shuffle
         self._drop_last = drop_last
         self._order = lru_cache(maxsize=2)(self._new_order)
-        self.position: tuple[int, int] = (0, 0)
+        self.position: Position = (0, 0)
 
     def __len__(self) -> int:
         """Batches in one epoch."""
         count = len(self._tasks) // self._batch_size
         return count if self._drop_last else -(-len(self._tasks) // self._batch_size)
 
-    def next_batch(self) -> list[Task]:
+    def next_batch(self) -> list[Draw]:
         """The next batch, all of one epoch; the last, short one is dropped or handed out short."""
         epoch, drawn = self.position
         left = len(self._tasks) - drawn
@@ -42,15 +53,23 @@ class TaskSampler:
             epoch, drawn, left = epoch + 1, 0, len(self._tasks)
         size = min(self._batch_size, left)
         self.position = (epoch, drawn + size)
-        return [self._tasks[i] for i in self._order(epoch)[drawn : drawn + size]]
+        return [self._draw((epoch, place)) for place in range(drawn, drawn + size)]
 
-    def next_task(self) -> Task:
+    def next(self) -> Draw:
         """One more task, to replace one whose group was dropped."""
         epoch, drawn = self.position
         if drawn == len(self._tasks):
             epoch, drawn = epoch + 1, 0
         self.position = (epoch, drawn + 1)
-        return self._tasks[self._order(epoch)[drawn]]
+        return self._draw((epoch, drawn))
+
+    def task_at(self, position: Position) -> Task:
+        """The task that was, or will be, drawn there."""
+        epoch, place = position
+        return self._tasks[self._order(epoch)[place]]
+
+    def _draw(self, position: Position) -> Draw:
+        return Draw(position, self.task_at(position))
 
     def _new_order(self, epoch: int) -> list[int]:
         order = list(range(len(self._tasks)))

@@ -67,13 +67,30 @@ class EngineHealth:
     generated_tokens: int
     busy_s: float
     error: str | None = None
+    restarts: int = 0
+
+
+class Generates(Protocol):
+    """All that an agent needs of an engine."""
+
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, seed: int) -> Generation:
+        """Sample one completion. Its random numbers depend on (seed, position) only."""
+        ...
 
 
 class RolloutEngine(Protocol):
     """Tokens in; tokens, log-probabilities and versions out."""
 
-    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, seed: int) -> Generation:
-        """Sample one completion. Its random numbers depend on (seed, position) only."""
+    shares_weights: bool
+    """Whether it samples from the learner's very own weights, and so must be paused while they change."""
+
+    async def generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams, seed: int, pinned: bool = False
+    ) -> Generation:
+        """Sample one completion. Its random numbers depend on (seed, position) only.
+
+        Pinned requests go before all that wait, and are decoded with the pinned weights if there are any.
+        """
         ...
 
     async def compute_logprobs(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -88,12 +105,27 @@ class RolloutEngine(Protocol):
         """Go on decoding."""
         ...
 
-    async def load_weights(self, version: int, weights: Any = None) -> None:
-        """Take new weights between two tokens; None when the engine shares the learner's."""
+    async def load_weights(self, version: int, weights: Any = None) -> str:
+        """Take new weights between two tokens; returns the fingerprint of what the engine now decodes with.
+
+        None: the learner's weights as they are now.
+        """
+        ...
+
+    async def pin(self) -> int:
+        """Keep the weights served now, whatever is published, for pinned requests; returns their version."""
+        ...
+
+    async def unpin(self) -> None:
+        """Let the pinned weights go, once the pinned requests under way have ended."""
         ...
 
     async def release_cache(self) -> None:
-        """Give cache memory back while the engine is idle; it is rebuilt when needed."""
+        """Give cache memory back while the engine is paused or idle; it is rebuilt when decoding goes on."""
+        ...
+
+    async def restart(self) -> None:
+        """Throw all decoding state away; requests under way are decoded again from their beginning."""
         ...
 
     def health(self) -> EngineHealth:
@@ -103,3 +135,13 @@ class RolloutEngine(Protocol):
     async def close(self) -> None:
         """Stop; requests still under way fail."""
         ...
+
+
+class EvaluationView:
+    """An engine as evaluation sees it: all its requests are pinned."""
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        self._engine = engine
+
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, seed: int) -> Generation:
+        return await self._engine.generate(prompt_ids, params, seed, pinned=True)

@@ -97,6 +97,14 @@ class CausalModel(Protocol):
         """Feed one token to each of slots 0..B-1, whose caches hold `lengths` tokens; hidden states [B, D]."""
         ...
 
+    def weights(self) -> list[Tensor]:
+        """What decoding really reads for each trained parameter."""
+        ...
+
+    def copy(self) -> CausalModel:
+        """The same model with its own copy of the trained weights, for sampling; what never changes is shared."""
+        ...
+
 
 def build_causal_model(hf_model: Any, fast_path: bool = True) -> CausalModel:
     """The fast forward where the architecture is covered, else the transformers forward, with the same results."""

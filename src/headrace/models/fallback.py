@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from headrace.models.causal import PackedRows
+from headrace.models.modules import copy_modules, copy_weights, trained_parameters
 
 
 @dataclass(slots=True)
@@ -57,8 +58,11 @@ class TransformersModel:
         self.vocabulary: int = config.vocab_size
         self.max_length: int = getattr(config, "max_position_embeddings", None) or 1 << 30
         self.row_block = 0  # sequences are decoded one by one, which makes them independent in any case
-        self._learner = _Parts(hf_model)
-        self._sampler = _Parts(_twin(hf_model))
+        self._trained = trained_parameters(hf_model)
+        # modules of its own: the learner's may be in training mode, where checkpointing drops the cache, or have their
+        # adapters switched off for a moment
+        self._twin = copy_modules(hf_model)
+        self._learner, self._sampler = _Parts(hf_model), _Parts(self._twin)
         # some models scale or cap their logits after the head; those hand over whole logits instead of hidden states
         self._split_head = self._sampler.head_alone_gives_logits()
 
@@ -77,6 +81,14 @@ class TransformersModel:
     @torch.no_grad()
     def decode_logits(self, hidden_BD: Tensor) -> Tensor:
         return torch.cat([self._sampler.head(row) for row in hidden_BD.split(1)]) if self._split_head else hidden_BD
+
+    def weights(self) -> list[Tensor]:
+        return [parameter.data for parameter in self._trained]
+
+    def copy(self) -> TransformersModel:
+        copied = TransformersModel(copy_weights(self._twin, self._trained))
+        copied.row_block = self.row_block
+        return copied
 
     def new_cache(self) -> CacheList:
         return CacheList()
@@ -134,13 +146,3 @@ class _Parts:
         whole = self.whole(input_ids=ids, use_cache=False).logits
         parts = self.head(self.decoder(input_ids=ids, use_cache=False).last_hidden_state)
         return torch.equal(whole, parts)  # to the bit: where logits are still small, a cap hardly shows
-
-
-def _twin(hf_model: Any) -> Any:
-    """The same parameters in modules of their own, for sampling.
-
-    The learner's modules may be in training mode, where checkpointing drops the cache, or have their adapters
-    switched off for a moment.
-    """
-    shared = {id(tensor): tensor for tensor in (*hf_model.parameters(), *hf_model.buffers())}
-    return copy.deepcopy(hf_model, shared).eval()

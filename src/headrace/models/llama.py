@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from headrace.models.causal import PackedRows
+from headrace.models.modules import copy_weights, trained_parameters
 
 _FAMILY = {"llama", "qwen2", "qwen3", "mistral"}
 _STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
@@ -47,6 +48,7 @@ class FusedLinear:
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self._layers = tuple(layers)
         plain: list[Any] = [getattr(layer, "base_layer", layer) for layer in layers]
+        self._plain = plain
         self.sizes = [layer.out_features for layer in plain]
         self.weight = _share(plain, "weight")
         self.bias = _share(plain, "bias") if plain[0].bias is not None else None
@@ -68,6 +70,13 @@ class FusedLinear:
                 low = linear_by_blocks(x_ND.to(down.dtype), down, None, row_block)  # peft keeps adapters in float32
                 parts[index] += layer.scaling[name] * linear_by_blocks(low, up, None, row_block)
         return parts
+
+    def read_for(self) -> dict[nn.Parameter, Tensor]:
+        """The part of the shared buffers that `fused` reads for each parameter."""
+        found = dict(zip((layer.weight for layer in self._plain), self.weight.split(self.sizes), strict=True))
+        if self.bias is not None:
+            found |= zip((layer.bias for layer in self._plain), self.bias.split(self.sizes), strict=True)
+        return found
 
 
 Apply = Callable[[FusedLinear, Tensor], list[Tensor]]
@@ -118,6 +127,7 @@ class _Layer:
         self.down = FusedLinear([mlp.down_proj])
         self.q_norm, self.k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
         self.norm_1, self.norm_2 = module.input_layernorm, module.post_attention_layernorm
+        self.linears = (self.qkv, self.out, self.gate_up, self.down)
 
 
 def _rms_norm(x: Tensor, norm: Any) -> Tensor:
@@ -190,6 +200,7 @@ class LlamaModel:
     def __init__(self, hf_model: Any) -> None:
         base = _unwrap(hf_model)
         config = base.config
+        self._hf_model, self._trained = hf_model, trained_parameters(hf_model)
         self.vocabulary: int = config.vocab_size
         self.max_length: int = config.max_position_embeddings
         self.gradient_checkpointing = False
@@ -213,6 +224,17 @@ class LlamaModel:
     @torch.no_grad()
     def decode_logits(self, hidden_BD: Tensor) -> Tensor:
         return self._fused(self._head, _pad_rows(hidden_BD, self.row_block))[0][: hidden_BD.shape[0]]
+
+    def weights(self) -> list[Tensor]:
+        read: dict[nn.Parameter, Tensor] = {}
+        for linear in (self._head, *(linear for layer in self._layers for linear in layer.linears)):
+            read |= linear.read_for()
+        return [read.get(parameter, parameter.data) for parameter in self._trained]
+
+    def copy(self) -> LlamaModel:
+        copied = LlamaModel(copy_weights(self._hf_model, self._trained))
+        copied.row_block = self.row_block
+        return copied
 
     def new_cache(self) -> LlamaCache:
         return LlamaCache(len(self._layers), self._kv_heads, self._dim, self._embedding.weight.data)

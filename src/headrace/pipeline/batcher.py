@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 from headrace.config import AlgorithmSection
 from headrace.data.episode import TrajectoryGroup
@@ -22,13 +23,22 @@ def to_samples(groups: Sequence[TrajectoryGroup]) -> list[Sample]:
 
 
 def pack(
-    samples: Sequence[Sample], algorithm: AlgorithmSection, micro_batch_tokens: int, together: int = 1
-) -> TrainBatch:
-    """Rows with their weights, in micro-batches. `together` rows (2 for preference pairs) count as one sequence."""
+    samples: Sequence[Sample], algorithm: AlgorithmSection, micro_batch_tokens: int, together: int = 1,
+    groups_apart: bool = False,
+) -> TrainBatch:  # fmt: skip
+    """Rows with their weights, in micro-batches. `together` rows (2 for preference pairs) count as one sequence.
+
+    `groups_apart` lets no micro-batch hold rows of two groups: then a step computes the same bits whether its groups
+    came all at once or one by one.
+    """
     per_row = algorithm.aggregation == "sequence_mean_token_mean"
     weights = tuple(1.0 / max(sample.trained_tokens, 1) if per_row else 1.0 for sample in samples)
-    micro_batches = cut_by_tokens([len(sample.tokens) for sample in samples], micro_batch_tokens, together)
-    return TrainBatch(tuple(samples), weights, micro_batches, len(samples) // together)
+    cuts: list[tuple[int, ...]] = []
+    for _, run in groupby(range(len(samples)), lambda i: samples[i].group_id if groups_apart else 0):
+        rows = list(run)
+        lengths = [len(samples[i].tokens) for i in rows]
+        cuts += [tuple(rows[i] for i in cut) for cut in cut_by_tokens(lengths, micro_batch_tokens, together)]
+    return TrainBatch(tuple(samples), weights, tuple(cuts), len(samples) // together)
 
 
 def split(batch: TrainBatch, algorithm: AlgorithmSection, micro_batch_tokens: int, shares: int) -> list[TrainBatch]:

@@ -1,10 +1,14 @@
-"""TrajectoryGroupBuffer: holds finished episodes until a group is whole, filters, hands out groups."""
+"""TrajectoryGroupBuffer: holds finished episodes until a group is whole, filters, hands out groups.
+
+Pure bookkeeping, without a clock: the trainer's loops and the simulator drive the very same object.
+"""
 
 from __future__ import annotations
 
-import asyncio
+import pickle
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from headrace.advantage.assign import trained_roles
 from headrace.advantage.filters import drop_by_termination, drop_too_few, impute_names, reason_to_drop
@@ -34,21 +38,48 @@ class FinishedGroup:
         """Episodes that neither failed nor are trained."""
         return len(self.episodes) - self.failed - self.kept
 
+    @property
+    def oldest_version(self) -> int | None:
+        """The version of the oldest token that is to be trained; None where no policy sampled any."""
+        steps = (s for group in self.groups for trajectory in group.trajectories for s in trajectory.steps)
+        return min((min(step.versions) for step in steps if step.versions), default=None)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all model calls, prompts included."""
+        steps = (s for episode in self.episodes for trajectory in episode.trajectories for s in trajectory.steps)
+        return sum(len(step.prompt_ids) + len(step.response_ids) for step in steps)
+
 
 Grouping = Callable[[Sequence[Episode]], Sequence[TrajectoryGroup]]
 """Which trajectories of one task's finished episodes are compared with each other."""
 
 
 class TrajectoryGroupBuffer:
-    """Finished groups in the order of their dispatch."""
+    """Episodes until their group is whole, and whole groups until they are trained.
 
-    def __init__(self, config: RunConfig, grouping: Grouping | None = None) -> None:
+    With `spill_dir`, whole groups beyond `produce.spill_above_mb` wait on disk.
+    """
+
+    def __init__(self, config: RunConfig, grouping: Grouping | None = None, spill_dir: Path | None = None) -> None:
         self._filters = config.filters
         self._algorithm = config.algorithm
+        self._order = config.produce.order
+        self._reuse = config.produce.reuse
         self._grouping = grouping
         self._hook_name = config.workflow.grouping or getattr(grouping, "__name__", repr(grouping))
-        self._ready: dict[int, FinishedGroup] = {}
-        self._arrived = asyncio.Event()
+        self._partial: dict[int, list[Episode]] = {}
+        self._whole = _Store(spill_dir, config.produce.spill_above_mb)
+        self._used: dict[int, tuple[FinishedGroup, int]] = {}
+
+    def add_episode(self, episode: Episode, group_size: int) -> FinishedGroup | None:
+        """Keep an episode; the group, if it is now whole."""
+        episodes = self._partial.setdefault(episode.group_id, [])
+        episodes.append(episode)
+        if len(episodes) < group_size:
+            return None
+        del self._partial[episode.group_id]
+        return self.add(episode.group_id, sorted(episodes, key=lambda e: e.rollout_idx))
 
     def add(self, group_id: int, episodes: Iterable[Episode]) -> FinishedGroup:
         """Form the groups of one task's episodes; a dropped one is not kept, and says why."""
@@ -64,8 +95,7 @@ class TrajectoryGroupBuffer:
         enough = drop_too_few(groups, self._filters.min_trajectories)
         finished = FinishedGroup(group_id, episodes, enough, len(kept) if reason is None else 0, reason)
         if reason is None:
-            self._ready[group_id] = finished
-            self._arrived.set()
+            self._whole.put(finished)
         return finished
 
     def _form(self, episodes: Sequence[Episode]) -> Sequence[TrajectoryGroup]:
@@ -80,14 +110,104 @@ class TrajectoryGroupBuffer:
         wrong = [type(group).__name__ for group in groups if not isinstance(group, TrajectoryGroup)]
         if wrong:
             raise WorkflowError(f"{doing}: it must return TrajectoryGroups, got {wrong[0]}")
-        return groups
+        return [replace(group, group_id=episodes[0].group_id) for group in groups]
 
-    async def take(self, count: int) -> list[FinishedGroup]:
-        """Wait for `count` groups; oldest dispatch first."""
-        while len(self._ready) < count:
-            self._arrived.clear()
-            await self._arrived.wait()
-        return [self._ready.pop(group_id) for group_id in sorted(self._ready)[:count]]
+    def __len__(self) -> int:
+        """Whole groups that wait to be trained."""
+        return len(self._whole)
+
+    def __contains__(self, group_id: int) -> bool:
+        return group_id in self._whole
+
+    @property
+    def partial_groups(self) -> int:
+        """Groups of which some episodes are there and some are not."""
+        return len(self._partial)
+
+    @property
+    def spilled(self) -> int:
+        """Whole groups that wait on disk."""
+        return self._whole.spilled
+
+    def take(self, count: int, first: Iterable[int] = ()) -> list[FinishedGroup]:
+        """Up to `count` whole groups: those named `first`, then by `produce.order`; sorted by their dispatch."""
+        chosen = [group_id for group_id in first if group_id in self._whole]
+        for group_id in self._whole.ordered(self._order):
+            if len(chosen) >= count:
+                break
+            if group_id not in chosen:
+                chosen.append(group_id)
+        return [self._whole.pop(group_id) for group_id in sorted(chosen)]
+
+    def retain(self, trained: Iterable[FinishedGroup]) -> None:
+        """Keep groups that were trained, if they may be trained again."""
+        for group in trained:
+            uses = self._used.pop(group.group_id, (group, 0))[1] + 1
+            if uses < self._reuse:
+                self._used[group.group_id] = (group, uses)
+
+    def take_used(self, count: int, is_stale: Callable[[FinishedGroup], bool]) -> list[FinishedGroup]:
+        """Up to `count` groups to be trained again, the least used and newest first; stale ones are forgotten."""
+        self._used = {g: (group, uses) for g, (group, uses) in self._used.items() if not is_stale(group)}
+        ranked = sorted(self._used, key=lambda g: (self._used[g][1], -g))
+        return [self._used[group_id][0] for group_id in sorted(ranked[:count])]
+
+
+_BYTES_PER_TOKEN = 200  # id, log-probabilities, version and their share of the text, as Python objects
+
+
+class _Store:
+    """Whole groups by id, in the order in which they became whole; beyond a limit of memory, on disk."""
+
+    def __init__(self, folder: Path | None, limit_mb: float) -> None:
+        self._folder = folder
+        self._limit = limit_mb * 1e6
+        self._groups: dict[int, FinishedGroup | Path] = {}
+        self._oldest: dict[int, int] = {}
+        self._bytes = 0.0
+        self.spilled = 0
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def __contains__(self, group_id: int) -> bool:
+        return group_id in self._groups
+
+    def ordered(self, order: str) -> list[int]:
+        if order == "newest":
+            return list(reversed(self._groups))
+        if order == "oldest_version":
+            return sorted(self._groups, key=lambda group_id: self._oldest[group_id])
+        return list(self._groups)
+
+    def put(self, group: FinishedGroup) -> None:
+        size = group.tokens * _BYTES_PER_TOKEN
+        oldest = group.oldest_version
+        self._oldest[group.group_id] = -1 if oldest is None else oldest
+        if self._folder is not None and self._bytes + size > self._limit:
+            self._groups[group.group_id] = self._write(group)
+        else:
+            self._groups[group.group_id] = group
+            self._bytes += size
+
+    def pop(self, group_id: int) -> FinishedGroup:
+        held = self._groups.pop(group_id)
+        del self._oldest[group_id]
+        if isinstance(held, Path):
+            self.spilled -= 1
+            group: FinishedGroup = pickle.loads(held.read_bytes())
+            held.unlink()
+            return group
+        self._bytes -= held.tokens * _BYTES_PER_TOKEN
+        return held
+
+    def _write(self, group: FinishedGroup) -> Path:
+        assert self._folder is not None
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / f"group_{group.group_id}.pickle"
+        path.write_bytes(pickle.dumps(group, protocol=pickle.HIGHEST_PROTOCOL))
+        self.spilled += 1
+        return path
 
 
 def form_groups(episodes: Sequence[Episode]) -> tuple[TrajectoryGroup, ...]:

@@ -7,12 +7,12 @@ from statistics import fmean, pstdev
 
 from headrace.advantage.filters import is_uniform
 from headrace.data.episode import TrajectoryGroup
-from headrace.data.sample import NO_VERSION, TrainBatch
+from headrace.data.sample import NO_VERSION, Sample
 from headrace.metrics import MetricsAggregator, Reducer
 from headrace.pipeline.buffer import FinishedGroup
 
 
-def batch_metrics(finished: Sequence[FinishedGroup], batch: TrainBatch, version: int) -> MetricsAggregator:
+def batch_metrics(finished: Sequence[FinishedGroup], samples: Sequence[Sample], version: int) -> MetricsAggregator:
     """Rewards, lengths, staleness and the users' own episode metrics."""
     metrics = MetricsAggregator()
     episodes = [episode for item in finished for episode in item.episodes if not episode.failed]
@@ -33,15 +33,15 @@ def batch_metrics(finished: Sequence[FinishedGroup], batch: TrainBatch, version:
         metrics.record_all(episode.metrics, Reducer.MEAN, prefix="episode/")
     versions = [
         token_version
-        for sample in batch.samples
+        for sample in samples
         for token_version, trained in zip(sample.versions, sample.loss_mask, strict=True)
         if trained and token_version != NO_VERSION
     ]
     if versions:
         metrics.record("staleness/max", version - min(versions), Reducer.MAX)
         metrics.record("staleness/mean", version - fmean(versions), Reducer.MEAN)
-    metrics.record("batch/rows", len(batch.samples), Reducer.SUM)
-    metrics.record("batch/tokens", sum(len(sample.tokens) for sample in batch.samples), Reducer.SUM)
+    metrics.record("batch/rows", len(samples), Reducer.SUM)
+    metrics.record("batch/tokens", sum(len(sample.tokens) for sample in samples), Reducer.SUM)
     return metrics
 
 

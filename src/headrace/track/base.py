@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from headrace import registry
+from headrace.engine.base import EngineHealth
 from headrace.errors import ConfigError
 
 _PASS_AT_1 = re.compile(r"eval/(.+)/pass@1")
@@ -73,6 +74,10 @@ class TrackerSet:
     def message(self, text: str) -> None:
         """Hand a line for people to every tracker."""
         self._each("message", lambda tracker: tracker.message(text))
+
+    def status(self, engine: EngineHealth) -> None:
+        """Hand the engine's state to every tracker that shows it (an optional method `status`)."""
+        self._each("status", lambda tracker: getattr(tracker, "status", lambda _: None)(engine))
 
     def close(self) -> None:
         """Close every tracker; the set is empty afterwards."""

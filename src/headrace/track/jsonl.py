@@ -6,12 +6,14 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, TypeAlias
 
 from headrace.errors import DataError
 from headrace.track.base import RunInfo
 
 FILE_NAME = "metrics.jsonl"
+Rows: TypeAlias = Mapping[int, Mapping[str, float]]
+"""Step to its finite metrics, steps ascending."""
 
 
 class JsonlTracker:
@@ -63,3 +65,23 @@ def _repair_tail(path: Path) -> None:
         path.write_bytes(data + b"\n")
     except ValueError:
         path.write_bytes(whole + newline)
+
+
+def read_rows(path: Path) -> Rows:
+    """Metrics by step. A step that a resumed run repeated counts as it was last; a torn line counts as missing."""
+    if not path.is_file():
+        return {}
+    rows: dict[int, dict[str, float]] = {}
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            row = json.loads(line)
+            step = int(row.pop("step"))
+        except (ValueError, KeyError, AttributeError, TypeError):
+            continue
+        numbers = {key: float(value) for key, value in row.items() if _is_finite(value)}
+        rows.setdefault(step, {}).update(numbers)
+    return dict(sorted(rows.items()))
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)

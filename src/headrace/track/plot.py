@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeAlias
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -15,10 +12,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
 from headrace.track.base import eval_sets
-from headrace.track.jsonl import FILE_NAME
-
-Rows: TypeAlias = Mapping[int, Mapping[str, float]]
-"""Step to its finite metrics, steps ascending."""
+from headrace.track.jsonl import FILE_NAME, Rows, read_rows
 
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # told apart by colour-blind eyes too
 _INK, _FAINT = "#333333", "#E4E4E4"
@@ -43,26 +37,6 @@ def draw_curves(run_dir: Path) -> Path | None:
     path = run_dir / "curves.png"
     figure.savefig(path)
     return path
-
-
-def read_rows(path: Path) -> Rows:
-    """Metrics by step. A step that a resumed run repeated counts as it was last; a torn line counts as missing."""
-    if not path.is_file():
-        return {}
-    rows: dict[int, dict[str, float]] = {}
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            row = json.loads(line)
-            step = int(row.pop("step"))
-        except (ValueError, KeyError, AttributeError, TypeError):
-            continue
-        numbers = {key: float(value) for key, value in row.items() if _is_finite(value)}
-        rows.setdefault(step, {}).update(numbers)
-    return dict(sorted(rows.items()))
-
-
-def _is_finite(value: object) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def smooth(values: Sequence[float], window: int) -> list[float]:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from headrace.backends.base import Asked, Publication, offending_samples
+from headrace.backends.base import Asked, Publication, Trained, offending_samples
 from headrace.backends.local.frozen import FrozenModel, score_rows
 from headrace.backends.local.storage import export_folder, load_state, load_teacher, save_state, save_teacher
 from headrace.backends.local.teacher import Teacher
@@ -25,17 +25,18 @@ from headrace.data.episode import Step
 from headrace.data.sample import TrainBatch
 from headrace.engine.base import SamplingParams
 from headrace.engine.torch_engine import TorchEngine
-from headrace.errors import BackendError, ConfigError, DivergedError
+from headrace.errors import BackendError, ConfigError, DivergedError, PublicationError
 from headrace.metrics import MetricsAggregator, Reducer
 from headrace.models.catalog import resolve_model
 from headrace.models.causal import PackedRows, build_causal_model
+from headrace.models.fingerprint import fingerprint
 from headrace.models.load import load_model, load_tokenizer
 from headrace.models.logprobs import target_logprobs, wide_dtype
+from headrace.models.modules import trained_parameters
 from headrace.registry import names, nearest, resolve
 
 T = TypeVar("T")
 _ROW_BLOCK = 32
-_INTEGER_OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class LocalBackend:
@@ -55,6 +56,7 @@ class LocalBackend:
         if config.backend.gradient_checkpointing:
             self._checkpoint_gradients()
         self.value_head = self._new_value_head() if config.algorithm.value_head else None
+        self._policy_weights = trained_parameters(self.hf_model)
         self._trainable = [p for p in self._modules().parameters() if p.requires_grad]
         self.optimizer = self._new_optimizer()
         self._engine: TorchEngine | None = None
@@ -84,11 +86,12 @@ class LocalBackend:
             max_batch=config.engine.max_batch,
             max_model_length=config.engine.max_model_length,
             prefill_tokens=config.engine.prefill_tokens,
+            cache_on_publish=config.engine.cache_on_publish,
             defaults=SamplingParams(max_tokens=config.rollout.max_tokens),
         )
         return self._engine
 
-    async def forward_backward(self, batch: TrainBatch, algorithm: AlgorithmSection) -> MetricsAggregator:
+    async def forward_backward(self, batch: TrainBatch, algorithm: AlgorithmSection) -> Trained:
         return await self._on_worker(lambda: self._forward_backward(batch, algorithm))
 
     async def optim_step(self, lr: float, grad_scale: float) -> MetricsAggregator:
@@ -109,9 +112,14 @@ class LocalBackend:
         every = self._config.distill.refresh_every
         if every and version % every == 0:
             await self._on_worker(lambda: self._the_teacher().copy_from(self._trained_weights()))
-        fingerprint = await self._on_worker(self.fingerprint)
-        await self._engine.load_weights(version)  # shared weights: nothing is copied
-        return Publication(version, fingerprint)
+        ours = await self._on_worker(self.fingerprint)
+        theirs = await self._engine.load_weights(version)  # shared weights: nothing is copied
+        if theirs != ours:
+            raise PublicationError(
+                f"version {version} did not arrive: the learner's weights have the fingerprint {ours}, the engine "
+                f"decodes with {theirs}; go on from the last checkpoint, and report it if it happens again"
+            )
+        return Publication(version, ours)
 
     async def save(self, folder: Path) -> None:
         await self._on_worker(lambda: self._save(folder))
@@ -126,20 +134,14 @@ class LocalBackend:
         self._worker.shutdown(wait=True)
 
     def fingerprint(self) -> str:
-        """A digest of the trainable weights that a change of any of them changes."""
-        digest = hashlib.blake2b(digest_size=8)
-        for parameter in self._trainable:
-            data = parameter.detach()
-            bits = data.view(_INTEGER_OF_SIZE[data.element_size()])
-            # wrapping integer sums along each axis: at memory speed, and sensitive to positions
-            for axis in range(bits.ndim):
-                digest.update(bits.sum(axis, dtype=torch.int64).numpy().tobytes())
-        return digest.hexdigest()
+        """A digest of the policy's trained weights that a change of any of them changes."""
+        return fingerprint(self._policy_weights)
 
     # ---- on the worker thread -------------------------------------------------------------------------------------
 
-    def _forward_backward(self, batch: TrainBatch, algorithm: AlgorithmSection) -> MetricsAggregator:
+    def _forward_backward(self, batch: TrainBatch, algorithm: AlgorithmSection) -> Trained:
         metrics = MetricsAggregator()
+        found: list[tuple[float, ...]] = [()] * len(batch.samples)
         require_trainable(algorithm, batch)
         recompute = algorithm.proximal == "recompute" and any(s.old_logprobs is None for s in batch.samples)
         old = self._logprobs(batch, "policy") if recompute else None
@@ -170,8 +172,9 @@ class LocalBackend:
             if algorithm.loss != "dpo":  # which reports its loss per pair
                 figures["policy/loss"] = loss_M
             _record(metrics, {**figures, "policy/entropy": entropy_M})
-            _record_drift(metrics, logprobs_M.detach(), tokens)
-        return metrics
+            for index, part in zip(indices, logprobs_M.detach().split(tokens.counts), strict=True):
+                found[index] = tuple(part.tolist())
+        return Trained(metrics, tuple(found))
 
     def _old(self, tokens: TokenTensors, computed: list[list[float]] | None, algorithm: AlgorithmSection) -> Tensor:
         """The denominator of the ratio: the sampler's, or the learner's own at the start of the batch."""
@@ -205,12 +208,13 @@ class LocalBackend:
     def _logprobs(self, batch: TrainBatch, of: Asked) -> list[list[float]]:
         rows = [sample.tokens for sample in batch.samples]
         heat = [sample.temperature for sample in batch.samples]
-        section = self._config.backend
-        limits = (section.micro_batch_tokens, section.logits_chunk)
+        limits = (batch.micro_batches, self._config.backend.logits_chunk)
         if of == "policy":
             return score_rows(self.model, rows, heat, *limits)
         if self._config.model.lora.rank:  # the policy without its adapters is the reference
-            with self.hf_model.disable_adapter():
+            # the engine decodes with adapters on whatever is switched here, but scores as the learner does
+            scoring = self._engine.scoring if isinstance(self._engine, TorchEngine) else nullcontext()
+            with scoring, self.hf_model.disable_adapter():
                 return score_rows(self.model, rows, heat, *limits)
         if self._reference is None:
             self._reference = FrozenModel(self._config.model)
@@ -307,14 +311,6 @@ def _record(metrics: MetricsAggregator, figures: Figures) -> None:
     for key, values in figures.items():
         if values.numel():
             metrics.record(key, float(values.detach().mean()), Reducer.WEIGHTED_MEAN, weight=values.numel())
-
-
-def _record_drift(metrics: MetricsAggregator, logprobs_M: Tensor, tokens: TokenTensors) -> None:
-    """How far the learner is from the sampler; demonstrations have none."""
-    if bool(tokens.sampled_M.any()):
-        drift_S = (tokens.sampler_M - logprobs_M)[tokens.sampled_M]
-        _record(metrics, {"policy/kl_to_sampler": drift_S})
-        metrics.record("policy/logprob_gap_max", float(drift_S.abs().max()), Reducer.MAX)
 
 
 def eos_token_ids(hf_model: Any, tokenizer: Any) -> list[int]:

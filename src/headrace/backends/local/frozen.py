@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from headrace.config import ModelSection
-from headrace.data.packing import cut_by_tokens
 from headrace.errors import ConfigError
 from headrace.models.causal import CausalModel, PackedRows, build_causal_model
 from headrace.models.load import load_model, load_tokenizer
@@ -17,11 +16,15 @@ from headrace.models.logprobs import target_logprobs, wide_dtype
 
 @torch.no_grad()
 def score_rows(
-    model: CausalModel, rows: Sequence[Sequence[int]], temperatures: Sequence[float], budget: int, chunk: int
+    model: CausalModel,
+    rows: Sequence[Sequence[int]],
+    temperatures: Sequence[float],
+    micro_batches: Iterable[Sequence[int]],
+    chunk: int,
 ) -> list[list[float]]:
     """For each row, the log-probability of every token but the first, at the row's temperature."""
     found: list[list[float]] = [[] for _ in rows]
-    for indices in cut_by_tokens([len(row) for row in rows], budget):
+    for indices in micro_batches:
         chosen = [rows[i] for i in indices]
         counts = [len(row) - 1 for row in chosen]
         hidden_N = model.hidden(PackedRows.from_rows([row[:-1] for row in chosen]))

@@ -8,6 +8,7 @@ from typing import Any
 from headrace.backends.local.frozen import FrozenModel, score_rows
 from headrace.config import RunConfig
 from headrace.data.episode import Step
+from headrace.data.packing import cut_by_tokens
 from headrace.data.task import Message
 from headrace.errors import BackendError, DataError, ModelError, boundary
 from headrace.models.align import TokenBytes, align_logprobs
@@ -36,7 +37,9 @@ class Teacher(FrozenModel):
         split = [self._row(step) for step in steps]
         rows = [prompt + reply for prompt, reply in split]
         self._require_readable(rows)
-        scores = score_rows(self.model, rows, [step.temperature for step in steps], *self._limits)
+        budget, chunk = self._limits
+        cuts = cut_by_tokens([len(row) for row in rows], budget)
+        scores = score_rows(self.model, rows, [step.temperature for step in steps], cuts, chunk)
         replies = [score[len(prompt) - 1 :] for score, (prompt, _) in zip(scores, split, strict=True)]
         if self._same_tokens:
             return replies

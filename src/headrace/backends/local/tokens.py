@@ -15,14 +15,16 @@ from headrace.models.causal import PackedRows
 class TokenTensors:
     """Axis M runs over the targets that the loss masks keep; `where_M` finds them among all N inputs.
 
-    `dtype` is what losses are computed in. `valued_M` says which targets have a return, for the value head to learn.
+    `counts` holds how many each row has, `dtype` is what losses are computed in. `valued_M` says which targets have a
+    return, for the value head to learn.
     """
 
     def __init__(self, samples: Sequence[Sample], weights: Sequence[float], dtype: torch.dtype = torch.float32) -> None:
         self._dtype = dtype
         self.rows = PackedRows.from_rows([sample.tokens[:-1] for sample in samples])
         self._masks = [torch.tensor(sample.loss_mask, dtype=torch.bool) for sample in samples]
-        counts = torch.tensor([int(mask.sum()) for mask in self._masks])
+        self.counts = [int(mask.sum()) for mask in self._masks]
+        counts = torch.tensor(self.counts)
         self.where_M = torch.cat(self._masks).nonzero().squeeze(1)
         self.targets_M = self.select([sample.tokens[1:] for sample in samples], torch.long)
         self.sampler_M = self.select([sample.logprobs for sample in samples])

@@ -1,0 +1,173 @@
+"""A lane: the sequences that are decoded together with one set of weights, and their key/value cache.
+
+The running sequences always occupy slots 0..n-1, so the cache is read without gathering. The last prompt token is not
+prefilled but fed to the first decoding step: prefill needs no logits, and sequences with the same prompt share one
+prefill.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+
+from headrace.data.packing import cut_by_tokens
+from headrace.engine.request import Request
+from headrace.engine.sampling import sample_tokens
+from headrace.models.causal import CausalModel, PackedRows
+
+
+class Lane:
+    """Owned by the engine's thread. Only `waiting` and `urgent` are shared with others, under the engine's lock."""
+
+    def __init__(self, model: CausalModel, version: int, max_batch: int, prefill_tokens: int) -> None:
+        self.model = model
+        self.version = version
+        self.running: list[Request] = []
+        self.waiting: deque[Request] = deque()
+        self.urgent: deque[Request] = deque()  # goes before `waiting`
+        self._max_batch = max_batch
+        self._prefill_tokens = prefill_tokens
+        self._cache = model.new_cache()
+        self._cached = True  # False: the caches of running sequences are gone, or out of date
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to decode."""
+        return bool(self.running or self.waiting or self.urgent)
+
+    def take_waiting(self) -> list[Request]:
+        """Requests that may join now: as many as there are places, within the budget for prefilling."""
+        taken: list[Request] = []
+        budget = self._prefill_tokens
+        while (queue := self.urgent or self.waiting) and len(self.running) + len(taken) < self._max_batch:
+            if taken and budget < len(queue[0].prompt):
+                break
+            request = queue.popleft()
+            if request.result.cancelled():
+                continue
+            budget -= len(request.prompt)
+            taken.append(request)
+        return taken
+
+    def drop_cancelled(self) -> None:
+        """Free the places of requests that no one waits for."""
+        for request in [r for r in self.running if r.result.cancelled()]:
+            self._leave(request)
+
+    def advance(self, joined: Sequence[Request]) -> list[tuple[Request, str]]:
+        """One token for every running sequence and those that join; what has ended by it, with the reason."""
+        if not self._cached:
+            self._rebuild()
+        if joined:
+            first = len(self.running)
+            self.running += joined
+            self._cache.ensure(len(self.running), max(len(r.prompt) for r in joined))
+            self._prefill(joined, first)
+        if not self.running:
+            return []
+        self._decode()
+        ended = [(request, reason) for request in self.running if (reason := request.finish_reason()) is not None]
+        for request, _ in ended:  # only now that all have their token: leaving moves a sequence to another slot
+            self._leave(request)
+        return ended
+
+    def load(self, version: int, model: CausalModel | None, recompute: bool) -> None:
+        """Go on under new weights: another model's, or those that this one's were changed to."""
+        self.model, self.version = model or self.model, version
+        if recompute and self.running:
+            self._cached = False
+
+    def release(self) -> None:
+        """Give the cache's memory back."""
+        self._cache.release()
+        self._cached = not self.running
+
+    def start_over(self) -> None:
+        """Let what is running wait again, before the others, with nothing sampled."""
+        for request in self.running:
+            request.start_over()
+        self.waiting.extendleft(reversed(self.running))
+        self.running = []
+        self._cache, self._cached = self.model.new_cache(), True
+
+    def _leave(self, request: Request) -> None:
+        """Free the request's slot; the last sequence moves into it so that slots stay contiguous."""
+        slot, last = self.running.index(request), len(self.running) - 1
+        if slot != last:
+            mover = self.running[last]
+            if self._cached:
+                self._cache.copy(last, slot, mover.cached)
+            self.running[slot] = mover
+        self.running.pop()
+
+    def _prefill(self, joined: Sequence[Request], first_slot: int) -> None:
+        owners = {r.prompt: i for i, r in enumerate(self.running[:first_slot]) if r.prefill_version == self.version}
+        fresh: list[tuple[int, Request]] = []
+        copies: list[tuple[int, int, int]] = []
+        for slot, request in enumerate(joined, first_slot):
+            request.prefill_version = self.version
+            if len(request.prompt) == 1:
+                continue
+            owner = owners.setdefault(request.prompt, slot)
+            if owner == slot:
+                fresh.append((slot, request))
+            else:
+                copies.append((owner, slot, len(request.prompt) - 1))
+        if fresh:
+            rows = PackedRows.from_rows([request.prompt[:-1] for _, request in fresh])
+            self.model.prefill(self._cache, rows, [slot for slot, _ in fresh])
+        for owner, slot, length in copies:
+            self._cache.copy(owner, slot, length)
+
+    @torch.no_grad()
+    def _decode(self) -> None:
+        running = self.running
+        ids_B = torch.tensor([r.last_token for r in running])
+        lengths = [r.cached for r in running]
+        self._cache.ensure(len(running), max(lengths) + 1)
+        hidden = self.model.decode(self._cache, ids_B, lengths)
+        tokens, logprobs, model_logprobs = sample_tokens(
+            self.model.decode_logits(hidden),
+            [r.params for r in running],
+            [r.seed for r in running],
+            [len(r.ids) for r in running],
+        )
+        for request, token, logprob, model_logprob in zip(running, tokens, logprobs, model_logprobs, strict=True):
+            request.take(token, logprob, model_logprob, self.version)
+
+    def _rebuild(self) -> None:
+        """Compute the caches of all running sequences again, under the weights of now."""
+        self._cached = True
+        if not self.running:
+            return
+        # with fixed shapes, what these weights computed token by token can be had again to the bit
+        exact = [r for r in self.running if self.model.row_block and r.prefill_version == self.version]
+        exact.sort(key=lambda request: -len(request.ids))
+        others = [r for r in self.running if r not in exact]
+        self.running = exact + others
+        self._cache.release()
+        self._cache.ensure(len(self.running), max(r.cached for r in self.running) + 1)
+        if exact:
+            self._prefill(exact, 0)
+            self._replay(exact)
+        if others:
+            self._prefill_whole(others, len(exact))
+
+    def _replay(self, requests: Sequence[Request]) -> None:
+        """Feed what was sampled once more, one token at a time; the longest come first, in slots from 0."""
+        for fed in range(len(requests[0].ids)):
+            feeding = [r for r in requests if len(r.ids) > fed]
+            ids_B = torch.tensor([r.ids[fed - 1] if fed else r.prompt[-1] for r in feeding])
+            self.model.decode(self._cache, ids_B, [len(r.prompt) - 1 + fed for r in feeding])
+
+    def _prefill_whole(self, requests: Sequence[Request], first_slot: int) -> None:
+        """Prefill prompts with what was sampled, within the budget at once."""
+        for request in requests:
+            request.prefill_version = -1  # rounded otherwise than a prompt alone, so it is not for others to copy
+        slots = [slot for slot, r in enumerate(requests, first_slot) if r.cached]
+        rows = [(r.prompt + tuple(r.ids))[:-1] for r in requests if r.cached]
+        for indices in cut_by_tokens([len(row) for row in rows], self._prefill_tokens):
+            chosen = PackedRows.from_rows([rows[i] for i in indices])
+            self.model.prefill(self._cache, chosen, [slots[i] for i in indices])

@@ -1,0 +1,91 @@
+"""One request on its way through the built-in engine, and how callers hear of its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from headrace.data.episode import FinishReason
+from headrace.engine.base import Generation, SamplingParams
+
+Detokenize = Callable[[Sequence[int]], str]
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """What was asked, and what has been sampled so far."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    stop_ids: frozenset[int]
+    seed: int
+    result: Future[Generation]
+    limit: int
+    limit_reason: str
+    detokenize: Detokenize | None = None
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    model_logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    prefill_version: int = -1
+    """Version under which the prompt's part of the cache was computed from the prompt alone; -1 for none."""
+
+    @property
+    def cached(self) -> int:
+        """Tokens in the cache: all but the last one, which the next decoding step feeds."""
+        return len(self.prompt) + len(self.ids) - 1
+
+    @property
+    def last_token(self) -> int:
+        return self.ids[-1] if self.ids else self.prompt[-1]
+
+    def take(self, token: int, logprob: float, model_logprob: float, version: int) -> None:
+        """Append one sampled token."""
+        self.ids.append(token)
+        self.logprobs.append(logprob)
+        self.model_logprobs.append(model_logprob)
+        self.versions.append(version)
+
+    def start_over(self) -> None:
+        """Forget what has been sampled."""
+        self.ids, self.logprobs, self.model_logprobs, self.versions = [], [], [], []
+        self.prefill_version = -1
+
+    def finish_reason(self) -> str | None:
+        """Why the last token ends the reply; None if it goes on."""
+        if self.ids[-1] in self.stop_ids or (self.params.stop and self._hit_stop_string(self.params.stop)):
+            return FinishReason.STOP
+        return self.limit_reason if len(self.ids) >= self.limit else None
+
+    def _hit_stop_string(self, stop: Sequence[str]) -> bool:
+        assert self.detokenize is not None
+        # every token is at least one byte, so a stop string that ends here began within its length in bytes
+        window = max(len(text.encode()) for text in stop) + 4
+        tail = self.detokenize(self.ids[-window:])
+        return any(text in tail for text in stop)
+
+    def generation(self, reason: str) -> Generation:
+        """What the caller gets."""
+        assert self.params.temperature is not None
+        return Generation(
+            prompt_ids=self.prompt,
+            completion_ids=tuple(self.ids),
+            logprobs=tuple(self.logprobs),
+            model_logprobs=tuple(self.model_logprobs),
+            versions=tuple(self.versions),
+            finish_reason=str(reason),
+            temperature=self.params.temperature,
+        )
+
+
+def settle(future: Future[Any], function: Callable[[], Any]) -> None:
+    """Give the caller the result or the exception, unless the caller has gone."""
+    try:
+        result, error = function(), None
+    except Exception as raised:  # handed to the caller, who is waiting for it
+        result, error = None, raised
+    with suppress(InvalidStateError):
+        future.set_exception(error) if error is not None else future.set_result(result)

@@ -1,0 +1,26 @@
+"""Modules anew over given parameters: for sampling beside the learner, for a private copy, for weights elsewhere."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+
+def copy_modules(hf_model: Any, replaced: Mapping[nn.Parameter, nn.Parameter] | None = None) -> Any:
+    """Modules of their own, in evaluation mode, on the same tensors save for the replaced parameters."""
+    memo = {id(tensor): tensor for tensor in (*hf_model.parameters(), *hf_model.buffers())}
+    memo |= {id(old): new for old, new in (replaced or {}).items()}
+    return copy.deepcopy(hf_model, memo).eval()
+
+
+def copy_weights(hf_model: Any, trained: Sequence[nn.Parameter]) -> Any:
+    """Modules with their own copy of the trained parameters; what never changes is shared."""
+    return copy_modules(hf_model, {p: nn.Parameter(p.detach().clone()) for p in trained})
+
+
+def trained_parameters(hf_model: Any) -> list[nn.Parameter]:
+    """What is published, in the order that its fingerprint is taken in."""
+    return [parameter for parameter in hf_model.parameters() if parameter.requires_grad]

@@ -1,0 +1,216 @@
+"""Producer: starts rollouts as the coordinator admits them, and puts whole groups into the buffer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from headrace.agents.loop import AgentLoopManager
+from headrace.config import RunConfig
+from headrace.data.episode import Episode
+from headrace.data.sampler import Draw, Position, TaskSampler
+from headrace.data.seeds import derive_seed
+from headrace.engine.base import SamplingParams
+from headrace.errors import DataError
+from headrace.metrics import MetricsAggregator, Reducer
+from headrace.pipeline.bias import SelectionBias
+from headrace.pipeline.buffer import FinishedGroup, TrajectoryGroupBuffer
+from headrace.pipeline.coordinator import SyncCoordinator
+
+_QUANTILES = (0, 10, 25, 50, 75, 90, 95, 99, 100)
+
+
+class Changes:
+    """What the loops wait for: something about coordinator or buffer is not as it was."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def notify(self) -> None:
+        """Have everyone who waits look again."""
+        self._event.set()
+        self._event = asyncio.Event()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until it is true."""
+        while not condition():
+            await self._event.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedBatch:
+    """How many groups a step is to train, and of which epoch they were drawn."""
+
+    size: int
+    epoch: int
+
+
+@dataclass(slots=True)
+class _Place:
+    """A place of an opened batch: the task that is to fill it, and under which group id."""
+
+    draw: Draw
+    group_id: int
+
+
+Unfinished = list[tuple[int, Position]]
+"""Group ids of tasks that were drawn and not trained, and where they were drawn: to be rolled out again on resume."""
+
+
+class Producer:
+    """Consumes tasks, waits for admission, produces whole groups. A dropped group is replaced by another task's."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        sampler: TaskSampler,
+        manager: AgentLoopManager,
+        coordinator: SyncCoordinator,
+        buffer: TrajectoryGroupBuffer,
+        changes: Changes,
+    ) -> None:
+        self._config = config
+        self._sampler = sampler
+        self._manager = manager
+        self._coordinator = coordinator
+        self._buffer = buffer
+        self._changes = changes
+        self._seed = derive_seed("train", config.run.seed)
+        rollout = config.rollout
+        self._sampling = SamplingParams(
+            rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_tokens, tuple(rollout.stop)
+        )
+        self.bias = SelectionBias()
+        self.batches: asyncio.Queue[OpenedBatch] = asyncio.Queue()
+        self.next_group_id = 0
+        self._places: dict[int, _Place] = {}
+        self._resumed: list[_Place] = []
+        self._durations_s: list[float] = []
+        self._failed_groups = 0
+        self._some_worked = False
+        self._rollouts: asyncio.TaskGroup | None = None
+
+    async def run(self) -> None:
+        """Open batches and start their groups, for ever."""
+        async with asyncio.TaskGroup() as self._rollouts:
+            while True:
+                await self._changes.until(self._coordinator.may_open_batch)
+                places = self._next_places()
+                self._coordinator.open_batch()
+                self.batches.put_nowait(OpenedBatch(len(places), places[0].draw.position[0]))
+                for place in places:
+                    await self._changes.until(self._coordinator.may_start)
+                    self._start(place)
+
+    def refill(self, count: int) -> None:
+        """Start so many groups in place of groups that were thrown away."""
+        for _ in range(count):
+            self._start(self._new_place(self._sampler.next()))
+
+    def trained(self, groups: Iterable[FinishedGroup]) -> None:
+        """These groups are done with."""
+        for group in groups:
+            self._places.pop(group.group_id, None)
+
+    def unfinished(self) -> Unfinished:
+        """What a resumed run has to roll out again."""
+        return [(place.group_id, place.draw.position) for place in self._places.values()]
+
+    def resume(self, unfinished: Iterable[tuple[int, Position]]) -> None:
+        """Roll these out first, under the ids (and so the seeds) that they had."""
+        for group_id, (epoch, index) in unfinished:
+            position = (epoch, index)
+            self._resumed.append(_Place(Draw(position, self._sampler.task_at(position)), group_id))
+        self._places = {place.group_id: place for place in self._resumed}
+
+    def durations(self) -> MetricsAggregator:
+        """How long the groups took that became whole since this was last asked."""
+        metrics, taken = MetricsAggregator(), self._durations_s
+        self._durations_s = []
+        metrics.record("time/group_s/count", len(taken), Reducer.LAST)
+        for quantile in _QUANTILES if taken else ():
+            metrics.record(f"time/group_s/q{quantile:02d}", float(np.percentile(taken, quantile)), Reducer.LAST)
+        return metrics
+
+    def _next_places(self) -> list[_Place]:
+        if not self._resumed:
+            return [self._new_place(draw) for draw in self._sampler.next_batch()]
+        size = self._config.fresh_groups
+        places, self._resumed = self._resumed[:size], self._resumed[size:]
+        return places + [self._new_place(self._sampler.next()) for _ in range(size - len(places))]
+
+    def _new_place(self, draw: Draw) -> _Place:
+        place = _Place(draw, self._new_group_id())
+        self._places[place.group_id] = place
+        return place
+
+    def _new_group_id(self) -> int:
+        self.next_group_id += 1
+        return self.next_group_id - 1
+
+    def _start(self, place: _Place) -> None:
+        assert self._rollouts is not None
+        self._admitted(place)
+        self._rollouts.create_task(self._fill(place))
+
+    def _admitted(self, place: _Place) -> None:
+        self._coordinator.started(place.group_id, self._config.rollout.group_size)
+        self.bias.submitted(place.draw.task.source)
+
+    async def _fill(self, place: _Place) -> None:
+        """Roll the place's task out; if its group is dropped, roll out another in its place."""
+        most = self._config.filters.most_replacements
+        for replaced in range(most):
+            finished = await self._roll_out(place)
+            if finished.dropped_because is None:
+                return
+            if replaced == most - 1:
+                raise _nothing_to_train(finished, most)
+            del self._places[place.group_id]
+            place.draw, place.group_id = self._sampler.next(), self._new_group_id()
+            self._places[place.group_id] = place
+            self._admitted(place)
+
+    async def _roll_out(self, place: _Place) -> FinishedGroup:
+        size, started = self._config.rollout.group_size, time.perf_counter()
+        whole: list[FinishedGroup] = []
+
+        def keep(episode: Episode) -> None:
+            finished = self._buffer.add_episode(episode, size)
+            if finished is not None:  # told at once: from now on the learner may take it
+                self._settle(finished, time.perf_counter() - started)
+                whole.append(finished)
+
+        await self._manager.roll_out_group(place.draw.task, place.group_id, size, self._seed, self._sampling, keep)
+        (finished,) = whole
+        self._stop_if_nothing_ever_worked(finished)
+        return finished
+
+    def _settle(self, finished: FinishedGroup, duration_s: float) -> None:
+        self._durations_s.append(duration_s)
+        self.bias.finished(finished, duration_s)
+        self._coordinator.settled(failed=finished.failed, filtered=finished.filtered)
+        if finished.dropped_because is None:
+            self._coordinator.became_whole(finished.group_id, finished.oldest_version)
+        else:
+            self._coordinator.gone(finished.group_id)
+        self._changes.notify()
+
+    def _stop_if_nothing_ever_worked(self, finished: FinishedGroup) -> None:
+        """A workflow that fails from the start is told after one batch, not after a hundred replacements."""
+        self._some_worked |= finished.failed < len(finished.episodes)
+        self._failed_groups += finished.failed == len(finished.episodes)
+        if not self._some_worked and self._failed_groups >= self._config.trainer.batch_size:
+            raise _nothing_to_train(finished, self._failed_groups)
+
+
+def _nothing_to_train(finished: FinishedGroup, dropped: int) -> DataError:
+    errors = [episode.error for episode in finished.episodes if episode.error]
+    return DataError(
+        f"{dropped} groups in a row were dropped, the last because of: {finished.dropped_because}; "
+        + (f"its last error: {errors[-1]}" if errors else "use tasks that the model sometimes solves, or no filter")
+    )
