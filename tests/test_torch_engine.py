@@ -19,6 +19,7 @@ from headrace.engine.sampling import sample_tokens, uniforms
 from headrace.engine.torch_engine import TorchEngine
 from headrace.errors import ConfigError, EngineError
 from headrace.models.causal import PackedRows, build_causal_model
+from headrace.models.fingerprint import fingerprint
 from headrace.models.logprobs import target_logprobs
 
 
@@ -73,6 +74,9 @@ class TorchEngineContract(EngineContract):
 
     def change_weights(self) -> None:
         tiny.randomise(self.hf_model, seed=99)
+
+    def fingerprint(self) -> str:
+        return fingerprint(self.hf_model.parameters())
 
     def break_model(self) -> str:
         self.model.broken = True

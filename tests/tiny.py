@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 VOCABULARY = 97
 LENGTH = 256
@@ -99,3 +103,12 @@ def random_rows(*lengths: int, seed: int = 0) -> list[list[int]]:
 def detokenize(ids: Any) -> str:
     """Several characters per token, so that a stop string can begin in one token and end in another."""
     return "".join(f"[{token}]" for token in ids)
+
+
+def saved_model(family: str, folder: Path, **options: Any) -> Path:
+    """A folder with a tiny model, and a tokenizer that decodes as `detokenize` does."""
+    tiny_model(family, **options).save_pretrained(folder)
+    words = Tokenizer(WordLevel({f"[{token}]": token for token in range(VOCABULARY)}, unk_token="[0]"))
+    words.decoder = Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="[2]").save_pretrained(folder)
+    return folder

@@ -14,7 +14,7 @@ from headrace.combinations import check_combinations, chosen
 from headrace.config import AlgorithmSection, EvalSet, RunConfig
 from headrace.data.sampler import TaskSampler
 from headrace.data.task import Task, load_tasks
-from headrace.engine.base import RolloutEngine
+from headrace.engine.base import EvaluationView, RolloutEngine
 from headrace.errors import ConfigError
 from headrace.evaluator import Evaluator
 from headrace.judge.base import Judger, as_judger
@@ -108,7 +108,8 @@ def assemble(
 
 
 def assemble_evaluation(config: RunConfig) -> EvaluationParts:
-    """Build what evaluating takes, and nothing that only training needs."""
+    """Build what evaluating takes, and nothing that only training needs: the engine stays in this process."""
+    config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"placement": "colocate"})})
     run, judge, new_backend = _run_function(config, None), _judger(config, None), _checked_backend(config)
     return _evaluation_parts(config, run, judge, _evaluation_sets(config, None), new_backend)
 
@@ -122,7 +123,7 @@ def _evaluation_parts(
     chat = ChatTemplate(backend.tokenizer)
     if run is preference:  # given pairs hold nothing to evaluate: the model is asked
         run = single_turn
-    manager = AgentLoopManager(run, engine, chat, judge, *_limits(config), training=False)
+    manager = AgentLoopManager(run, EvaluationView(engine), chat, judge, *_limits(config), training=False)
     return EvaluationParts(backend, engine, chat, manager, Evaluator(sets, config.rollout, config.run.seed))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator
 
@@ -9,6 +10,8 @@ from headrace.config import AlgorithmSection, DistillSection, DpoSection, RunCon
 from headrace.errors import ConfigError
 from headrace.registry import builtin
 
+# estimators that do not compare groups with each other; a user's own may, so it sees the whole batch
+ONE_GROUP = {"grpo", "rloo", "reinforce", "maxrl", "pkpo", "opo", "gae", "distill", "constant"}
 GROUP_RELATIVE = ("grpo", "rloo", "reinforce_plus_plus_baseline", "maxrl", "pkpo", "opo")
 
 # Which losses or estimators read a knob: setting one that no chosen algorithm reads would do nothing.
@@ -243,6 +246,66 @@ def _modes(config: RunConfig) -> Iterator[str]:
     yield from ()
 
 
+def _schedule(config: RunConfig) -> Iterator[str]:
+    trainer, produce, bound = config.trainer, config.produce, config.trainer.max_staleness
+    if bound and (config.algorithm.objective == "sft" or _reads_pairs(config)):
+        yield f"trainer.max_staleness is {bound}, but the run samples nothing that could be stale; set it to 0"
+    elif bound and config.algorithm.objective == "dpo" and trainer.staleness in ("mask", "trust"):
+        yield (
+            f'staleness "{trainer.staleness}" leaves single tokens out, and dpo compares whole responses; '
+            f'set trainer.staleness = "wait", "drop" or "count"'
+        )
+    if (produce.over_sample or 0) > bound:
+        yield (
+            f"produce.over_sample {produce.over_sample:g} carries groups over to later versions, and "
+            f"trainer.max_staleness {bound} does not let so many run ahead; raise it to {math.ceil(produce.over_sample)}"
+        )
+    if produce.capacity is not None and produce.capacity < config.fresh_groups:
+        yield (
+            f"produce.capacity is {produce.capacity}, and a step needs {config.fresh_groups} groups at once: "
+            f"it would never be made; raise it"
+        )
+    if produce.reuse > 1:
+        yield from _reuse(config)
+    if config.alarm.stop_drift < config.alarm.warn_drift:
+        yield (
+            f"alarm.stop_drift {config.alarm.stop_drift:g} is below alarm.warn_drift {config.alarm.warn_drift:g}, "
+            f"which would never be given; raise it"
+        )
+
+
+def _reuse(config: RunConfig) -> Iterator[str]:
+    bound, losses = config.trainer.max_staleness, chosen(config.algorithm, "loss")
+    if bound < config.produce.reuse - 1:
+        yield (
+            f"produce.reuse {config.produce.reuse} trains groups again that are up to {config.produce.reuse - 1} "
+            f"versions old, and trainer.max_staleness is {bound}; raise it"
+        )
+    without = sorted(losses & {"reinforce", "cross_entropy", "dpo"})
+    if config.algorithm.objective != "rl" or without:
+        what = f"loss {', '.join(without)}" if without else f"objective {config.algorithm.objective}"
+        yield f"produce.reuse needs a loss that corrects for what has changed, and {what} does not; set it to 1"
+
+
+def _streaming(config: RunConfig) -> Iterator[str]:
+    trainer = config.trainer
+    if trainer.release_cache and trainer.placement == "separate":
+        yield "trainer.release_cache does nothing with a separate engine, which shares no memory; remove it"
+    if not trainer.stream:
+        return
+    if trainer.release_cache:
+        yield "trainer.stream learns while the engine generates, and trainer.release_cache while it does not; remove one"
+    reasons = {
+        "trainer.updates_per_batch above 1": trainer.updates_per_batch > 1,
+        "filters.min_partial_tasks": config.filters.min_partial_tasks > 0,
+        "algorithm.use_precomputed_advantage": config.algorithm.use_precomputed_advantage,
+        "an estimator that compares groups with each other": not chosen(config.algorithm, "estimator") <= ONE_GROUP,
+    }
+    for reason, given in reasons.items():
+        if given and config.algorithm.objective != "dpo":
+            yield f"trainer.stream trains groups one by one, which does not go with {reason}; remove trainer.stream"
+
+
 _RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _groups,
     _filters,
@@ -254,5 +317,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _teaching,
     _knobs,
     _evaluation,
+    _schedule,
+    _streaming,
     _modes,
 )

@@ -15,7 +15,7 @@ from headrace.advantage.precomputed import brings_advantages
 from headrace.advantage.preference import form_pairs
 from headrace.agents.chat import ChatTemplate
 from headrace.backends.base import Backend
-from headrace.combinations import chosen
+from headrace.combinations import ONE_GROUP, chosen
 from headrace.config import AlgorithmSection, RunConfig
 from headrace.data.episode import Trajectory, TrajectoryGroup
 from headrace.data.sample import NO_VERSION, Sample, TrainBatch, merge_steps
@@ -26,8 +26,6 @@ from headrace.metrics import MetricsAggregator, Reducer
 from headrace.pipeline.batcher import grad_scale, pack, split, to_samples
 from headrace.pipeline.staleness import StalenessPolicy
 
-# estimators that do not compare groups with each other; a user's own may, so it sees the whole batch
-LOOK_AT_ONE_GROUP = {"grpo", "rloo", "reinforce", "maxrl", "pkpo", "opo", "gae", "distill", "constant"}
 IMITATE = AlgorithmSection(loss="cross_entropy")
 
 
@@ -273,7 +271,7 @@ def _streams(config: RunConfig) -> bool:
         config.run.deterministic and "distill" in estimators
     ):  # a teacher's scores depend, in the last bit, on the pieces
         return False
-    return estimators <= LOOK_AT_ONE_GROUP
+    return estimators <= ONE_GROUP
 
 
 def demonstration_sampler(config: RunConfig) -> TaskSampler | None:

@@ -14,11 +14,12 @@ import pytest
 
 from contracts.engine_harness import Start, soon, submitted, under_way
 from contracts.engine_sampling import SamplingContract
+from contracts.engine_weights import WeightsContract
 from headrace.engine.base import SamplingParams
 from headrace.errors import DataError, EngineError
 
 
-class EngineContract(SamplingContract):
+class EngineContract(SamplingContract, WeightsContract):
     """One suite for all engines."""
 
     # ---- joining and leaving --------------------------------------------------------------------------------------

@@ -87,7 +87,10 @@ class EngineHarness:
 
     @abstractmethod
     def make_engine(self, **options: Any) -> RolloutEngine:
-        """An engine on the policy of this test. Options: eos_ids, max_batch, max_model_length, defaults."""
+        """An engine on the policy of this test.
+
+        Options: eos_ids, max_batch, max_model_length, prefill_tokens, defaults, cache_on_publish.
+        """
 
     @abstractmethod
     def reference_logprobs(self, ids: Sequence[int]) -> np.ndarray:
@@ -100,6 +103,10 @@ class EngineHarness:
     @abstractmethod
     def change_weights(self) -> Any:
         """Move the policy, the reference with it, and return what `load_weights` is given. The engine is paused."""
+
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """Of the policy's weights, as the backend takes it."""
 
     @abstractmethod
     def break_model(self) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -11,6 +13,7 @@ from headrace.config import AlgorithmSection, RunConfig
 from headrace.data.episode import Step
 from headrace.data.sample import TrainBatch
 from headrace.engine.base import RolloutEngine
+from headrace.errors import ConfigError
 from headrace.metrics import MetricsAggregator
 
 Asked = Literal["policy", "reference"]
@@ -73,7 +76,7 @@ class Backend(Protocol):
         ...
 
     async def publish(self, version: int) -> Publication:
-        """Hand the current weights to the engine as `version`."""
+        """Hand the current weights to the engine as `version`; raise PublicationError if it answers with others."""
         ...
 
     async def save(self, folder: Path) -> None:
@@ -91,6 +94,17 @@ class Backend(Protocol):
     async def close(self) -> None:
         """Free what the backend holds."""
         ...
+
+
+def refuse_changed(config: RunConfig, *keys: str) -> None:
+    """Raise ConfigError if one of these settings is not at its default: for what a backend does not honour."""
+    for key in keys:
+        asked, usual = (attrgetter(key)(one) for one in (config, RunConfig()))
+        if asked != usual:
+            raise ConfigError(
+                f'{key} = {json.dumps(asked)} does nothing with backend "{config.backend.name}"; leave it at '
+                f"{json.dumps(usual)}, or use another backend"
+            )
 
 
 def offending_samples(batch: TrainBatch, indices: Sequence[int], limit: int = 5) -> str:

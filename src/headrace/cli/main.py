@@ -16,6 +16,8 @@ from headrace.cli.doctor import doctor
 from headrace.cli.evaluate import USAGE as EVAL_USAGE
 from headrace.cli.evaluate import evaluate, export
 from headrace.cli.model import model_app
+from headrace.cli.simulate import USAGE as SIMULATE_USAGE
+from headrace.cli.simulate import simulate
 from headrace.cli.train import SFT_USAGE, sft, train
 from headrace.cli.train import USAGE as TRAIN_USAGE
 from headrace.errors import HeadraceError
@@ -45,6 +47,7 @@ app.command(train, name="train", usage=TRAIN_USAGE)
 app.command(sft, name="sft", usage=SFT_USAGE)
 app.command(evaluate, name="eval", usage=EVAL_USAGE)
 app.command(export, name="export")
+app.command(simulate, name="simulate", usage=SIMULATE_USAGE)
 app.command(algorithms, name="algorithms")
 app.command(doctor, name="doctor")
 app.command(model_app)

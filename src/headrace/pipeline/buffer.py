@@ -6,7 +6,7 @@ Pure bookkeeping, without a clock: the trainer's loops and the simulator drive t
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -66,6 +66,7 @@ class TrajectoryGroupBuffer:
         self._algorithm = config.algorithm
         self._order = config.produce.order
         self._reuse = config.produce.reuse
+        self._most_used = config.produce.reuse * config.trainer.batch_size
         self._grouping = grouping
         self._hook_name = config.workflow.grouping or getattr(grouping, "__name__", repr(grouping))
         self._partial: dict[int, list[Episode]] = {}
@@ -139,12 +140,19 @@ class TrajectoryGroupBuffer:
                 chosen.append(group_id)
         return [self._whole.pop(group_id) for group_id in sorted(chosen)]
 
+    @property
+    def reusable(self) -> Collection[int]:
+        """Groups that were trained and may be trained again."""
+        return self._used.keys()
+
     def retain(self, trained: Iterable[FinishedGroup]) -> None:
-        """Keep groups that were trained, if they may be trained again."""
+        """Keep groups that were trained, if they may be trained again; of too many, the newest."""
         for group in trained:
             uses = self._used.pop(group.group_id, (group, 0))[1] + 1
             if uses < self._reuse:
                 self._used[group.group_id] = (group, uses)
+        for group_id in sorted(self._used)[: -self._most_used]:  # steps may not come to use up all that is left over
+            del self._used[group_id]
 
     def take_used(self, count: int, is_stale: Callable[[FinishedGroup], bool]) -> list[FinishedGroup]:
         """Up to `count` groups to be trained again, the least used and newest first; stale ones are forgotten."""

@@ -43,10 +43,10 @@ class SyncCoordinator:
     ) -> None:
         self.policy = policy
         self.version = version
-        ahead = 1 + policy.max_staleness
         self._batch_size = batch_size
-        self._window = batch_size * ahead if over_sample is None else round(batch_size * (1 + over_sample))
-        self._capacity = capacity or 2 * batch_size * ahead
+        self._ahead = batch_size * (1 + policy.max_staleness)
+        self._window = self._ahead if over_sample is None else round(batch_size * (1 + over_sample))
+        self._capacity = capacity or 2 * self._ahead
         self._last_batch = None if batches is None else version + batches
         self._batches_opened = version
         self._paused = False
@@ -54,6 +54,7 @@ class SyncCoordinator:
         self._running_since: Counter[int] = Counter()
         self._running_overdue = 0  # kept up to date, so that admission is not a walk over all groups
         self._whole: dict[int, int] = {}
+        self._in_step = 0
         self._dispatched = self._trained = self._filtered = self._failed = self._stale = self._pending = 0
 
     # ---- admission ------------------------------------------------------------------------------------------------
@@ -73,11 +74,16 @@ class SyncCoordinator:
     def skipped(self) -> None:
         """An opened batch came to no update, so another may be opened for the same version."""
         self._batches_opened -= 1
+        self._in_step = 0
 
     def may_start(self) -> bool:
         """Whether a group of an opened batch may start."""
         held = len(self._running) + len(self._whole)
-        return not self._paused and held < self._capacity and held - self._overdue() < self._window
+        if self._paused or held >= self._capacity:
+            return False
+        on_time = held - self._overdue()
+        # groups in training count until their weights are out: what starts now starts under the version before
+        return on_time < self._window and on_time + self._in_step < self._ahead
 
     def pause(self) -> None:
         """No group starts until `resume`; what runs goes on. Waiting until none does is a drain."""
@@ -120,8 +126,13 @@ class SyncCoordinator:
         started = self._stopped(group_id)
         self._whole[group_id] = started if oldest is None else oldest
 
+    def taken(self, group_id: int) -> None:
+        """A whole group goes into the step that trains at this version."""
+        del self._whole[group_id]
+        self._in_step += 1
+
     def gone(self, group_id: int) -> None:
-        """A group comes to nothing, or goes into a training step."""
+        """A group comes to nothing."""
         if group_id in self._running:
             self._stopped(group_id)
         else:
@@ -168,6 +179,7 @@ class SyncCoordinator:
         assert version == self.version + 1, f"version {version} was published after {self.version}"
         assert not self.due(), "weights were published before every due group was trained"
         self.version = version
+        self._in_step = 0
         self._running_overdue += self._running_since[version - self.policy.max_staleness - 1]
 
     def account(self) -> Account:

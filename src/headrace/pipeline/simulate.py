@@ -1,22 +1,23 @@
-"""A training run on a virtual clock: the very same coordinator, buffer and staleness policy, and nothing that takes time.
+"""A training run on a virtual clock: the very same coordinator, buffer and staleness policy, and no model.
 
-Events are a group that becomes whole and a step that is done. Between them, the producer starts what the coordinator
-admits and the learner takes what the buffer has, by the trainer's own rules. What is not simulated: learning on the
-first groups of a step before the last are there (`trainer.stream`), the forward pass in which `trust` measures old rows,
-pauses of the engine while it swaps weights, evaluation, checkpoints; and that groups take longer the more of them run.
+Events are a group that becomes whole and a piece of a step that is learned. Between them, the producer starts what the
+coordinator admits and the learner takes what the buffer has, by the trainer's own rules. Not simulated: the forward
+pass in which `trust` measures old rows, pauses of the engine while it swaps weights, evaluation and checkpoints; that
+episodes of a group end one by one; and that groups take longer the more of them run.
 """
 
 from __future__ import annotations
 
 import heapq
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from headrace.config import RunConfig
+from headrace.combinations import ONE_GROUP, chosen
+from headrace.config import RunConfig, SimulateSection
 from headrace.data.sample import Sample
 from headrace.data.seeds import derive_seed
 from headrace.errors import ConfigError
@@ -31,6 +32,7 @@ from headrace.pipeline.virtual import VirtualGroup, VirtualPolicy, VirtualRollou
 from headrace.registry import resolve
 
 _ROUNDING = 1e-9
+_GIVEN = ("group_s", "group_spread", "slow_share", "slow_factor", "learn_s", "failed_share", "filtered_share")
 
 
 def simulate(config: RunConfig, durations: Durations | None = None, *, ends: bool = False) -> Outcome:
@@ -41,14 +43,19 @@ def simulate(config: RunConfig, durations: Durations | None = None, *, ends: boo
 
 def check_simulated(config: RunConfig) -> None:
     """Raise ConfigError for what a simulation would leave out without a word."""
-    section, trainer, produce = config.simulate, config.trainer, config.produce
+    section = config.simulate
     if config.algorithm.objective != "rl":
         raise ConfigError(
-            f'a simulation is of rollouts that are trained by advantages, got algorithm.objective = '
+            f"a simulation is of rollouts that are trained by advantages, got algorithm.objective = "
             f'"{config.algorithm.objective}"; use "rl"'
         )
     if config.filters.min_partial_tasks:
         raise ConfigError("filters.min_partial_tasks is not simulated; remove it, or set it to 0")
+    given = [key for key in _GIVEN if getattr(section, key) != SimulateSection.model_fields[key].get_default()]
+    if section.from_run is not None and given:
+        raise ConfigError(
+            f"simulate.{given[0]} does nothing beside simulate.from_run, which measured it; remove one of the two"
+        )
     if section.filtered_share and not config.filters.drop_uniform:
         raise ConfigError(
             f"simulate.filtered_share is {section.filtered_share:g}, but nothing filters groups; "
@@ -58,11 +65,6 @@ def check_simulated(config: RunConfig) -> None:
         raise ConfigError(
             f"simulate.warmup is {section.warmup} of {section.steps} steps, which leaves none to count; "
             f"lower it or raise simulate.steps"
-        )
-    if produce.capacity is not None and produce.capacity < config.fresh_groups:
-        raise ConfigError(
-            f"produce.capacity is {produce.capacity}, and a step of trainer.batch_size {trainer.batch_size} waits for "
-            f"{config.fresh_groups} groups: it would never come; raise produce.capacity"
         )
 
 
@@ -103,13 +105,18 @@ class Simulation:
         self._queue: deque[VirtualGroup] = deque()  # started, and waiting for a place to run in
         self._running = 0
         self._groups: dict[int, VirtualGroup] = {}
-        self._learning = False
         self._numbers = 0
+        stream = trainer.stream if trainer.stream is not None else trainer.placement == "separate"
+        self._streams = stream and trainer.updates_per_batch == 1 and chosen(config.algorithm, "estimator") <= ONE_GROUP
+        self._learning = False
+        self._step: list[FinishedGroup] = []
+        self._again: list[FinishedGroup] = []
+        self._begin_step()
         self.tally = self._new_tally()
 
     def _new_tally(self) -> Tally:
-        section = self._config.simulate
-        return Tally(self.now_s, self._places, section.tokens * self._config.rollout.group_size)
+        tokens = self._config.simulate.tokens * self._config.rollout.group_size
+        return Tally(self.now_s, self.coordinator.version, self._places, tokens)
 
     def run(self) -> Outcome:
         """To the end of the last step."""
@@ -120,8 +127,7 @@ class Simulation:
     def advance(self) -> None:
         """Everything that can happen now, and then the next event."""
         self._produce()
-        if not self._learning:
-            self._learn()
+        self._learn()
         if not self._events:
             raise ConfigError(
                 f"nothing can happen any more after {self.coordinator.version} simulated steps: "
@@ -132,8 +138,7 @@ class Simulation:
         self.tally.time_passed(event.at_s - self.now_s, self._learning, self._running)
         self.now_s = event.at_s
         if event.group_id is None:
-            self._learning = False
-            self._stepped()
+            self._learned()
         else:
             self._became_whole(self._groups[event.group_id])
 
@@ -190,55 +195,101 @@ class Simulation:
     # ---- learning -------------------------------------------------------------------------------------------------
 
     def _learn(self) -> None:
-        """Begin a step, if what it needs is there."""
+        """Begin a step or, when streaming, go on with it, if what it needs is there."""
         if self.coordinator.paused:
             self._publish_if_drained()
-        if self.coordinator.paused:
-            return
-        while True:
-            self._drop_stale()
-            due = self.coordinator.due()
-            if len(self.buffer) < self._config.fresh_groups or not all(group_id in self.buffer for group_id in due):
+        while not self._learning and not self.coordinator.paused:
+            count, first = self._takeable(self._config.fresh_groups - len(self._step))
+            if not count:
                 return
-            if self._train(due):
-                self._learning = True
-                self._push(self._durations.learn_s(self._learn_rng), None)
-                return
+            self._learn_from(self.buffer.take(count, first))
+
+    def _takeable(self, wanted: int) -> tuple[int, list[int]]:
+        """How many whole groups the step may take now, of those it still wants (0: wait), and which of them first."""
+        self._drop_stale()
+        due = self.coordinator.due()
+        late = sum(group_id not in self.buffer for group_id in due)
+        ready = len(self.buffer)
+        if self._streams:
+            return max(min(ready, wanted - late), min(ready, len(due) - late)), due
+        enough = max(wanted, len(due))
+        return (enough if not late and ready >= enough else 0), due
 
     def _drop_stale(self) -> None:
         stale = self.coordinator.stale()
-        for group in self.buffer.take(len(stale), first=stale):
+        for group in self.buffer.take(len(stale), first=stale) if stale else ():
             self.coordinator.gone(group.group_id)
             self.coordinator.settled(stale=group.kept)
             self.tally.group_ended(self._groups.pop(group.group_id), 0)
             self._start()
 
-    def _train(self, due: Sequence[int]) -> bool:
-        """Take the groups of a step; false if nothing of them is to be trained, and there is no step."""
-        fresh = self.buffer.take(self._config.fresh_groups, first=due)
-        used = self.buffer.take_used(self._config.trainer.batch_size - self._config.fresh_groups, self._is_stale)
-        trained = self._limit([*fresh, *used])
-        for group in fresh:
-            self.coordinator.gone(group.group_id)
+    def _learn_from(self, piece: list[FinishedGroup]) -> None:
+        """Learn from some groups of a step, and from those of earlier steps with the last of them."""
+        for group in piece:
+            self.coordinator.taken(group.group_id)
+        self._step += piece
+        self._complete = len(self._step) >= self._config.fresh_groups and not self.coordinator.due()
+        again = self._config.trainer.batch_size - len(self._step) if self._complete else 0
+        self._again = self.buffer.take_used(again, self._is_too_old) if again > 0 else []
+        trained = self._limit([*piece, *self._again])
+        for group in piece:
             self.tally.group_ended(self._groups[group.group_id], trained.get(group.group_id, 0))
-        kept = sum(group.kept for group in fresh)
-        if trained:
-            self.coordinator.settled(trained=kept)
-            self.buffer.retain([*fresh, *used])
-        else:
-            self.coordinator.settled(filtered=kept)
-            self.coordinator.skipped()
-        if self._config.produce.reuse == 1 or not trained:
-            for group in fresh:
-                del self._groups[group.group_id]
-        return bool(trained)
+        self._has_something |= bool(trained)
+        if self._complete and not self._has_something:
+            self._skip()
+            return
+        share = (len(piece) + len(self._again)) / self._config.trainer.batch_size
+        self._learning = True
+        self._push(share * self._durations.learn_s(self._learn_rng), None)
 
-    def _is_stale(self, group: FinishedGroup) -> bool:
-        oldest = group.oldest_version
-        return oldest is not None and self._policy.is_stale(self.coordinator.version - oldest)
+    def _is_too_old(self, group: FinishedGroup) -> bool:
+        policy, oldest = self._policy, group.oldest_version
+        age = self.coordinator.version - oldest if oldest is not None else 0
+        return policy.is_stale(age) or (policy.waits_for_due and age > policy.max_staleness)
+
+    def _skip(self) -> None:
+        """Nothing of the step is to be trained: no update, and another batch in its place."""
+        self.coordinator.settled(filtered=sum(group.kept for group in self._step))
+        self.coordinator.skipped()
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        for group in (*self._step, *self._again):
+            if group.group_id not in self.buffer.reusable:
+                del self._groups[group.group_id]
+        self._step, self._again = [], []
+        self._complete = self._has_something = False
+
+    def _learned(self) -> None:
+        """A piece is learned; after the last, publish the weights, at once or when all that runs has finished."""
+        self._learning = False
+        if not self._complete:
+            return
+        if self._config.trainer.partial_rollouts:
+            self._publish()
+        else:
+            self.coordinator.pause()
+            self._publish_if_drained()
+
+    def _publish_if_drained(self) -> None:
+        if self.coordinator.in_flight == 0:
+            self._publish()
+            self.coordinator.resume()
+
+    def _publish(self) -> None:
+        self.coordinator.settled(trained=sum(group.kept for group in self._step))
+        self.coordinator.published(self.coordinator.version + 1)
+        self.buffer.retain([*self._step, *self._again])
+        self._rollouts.published(self.now_s)
+        self._begin_step()
+        self.tally.steps += 1
+        if self.coordinator.version == self._warmup:
+            self.tally = self._new_tally()
+
+    # ---- the rows of a step ---------------------------------------------------------------------------------------
 
     def _limit(self, finished: Sequence[FinishedGroup]) -> dict[int, int]:
-        """Have the policy look at the rows of a step; trained tokens by group."""
+        """Have the policy look at the rows of some groups; trained tokens by group."""
         policy, version = self._policy, self.coordinator.version
         samples = to_samples([group for item in finished for group in item.groups])
         age_BT = version - np.array([sample.versions for sample in samples])
@@ -251,15 +302,13 @@ class Simulation:
         self.tally.rows_trained(age_BT, mask_BT, policy.max_staleness, len(asked))
         bound = metrics.reduce().get("staleness/divergence_bound")
         if bound is not None:
-            moved_BT = np.where(mask_BT, (learner_BT - np.array([sample.logprobs for sample in samples])) ** 2 / 2, 0)
-            mean_B = moved_BT.sum(axis=1) / np.maximum(mask_BT.sum(axis=1), 1)
-            self.tally.rows_too_far += int((mean_B[asked] > bound * (1 + _ROUNDING)).sum())
-        rows = [(sample, row) for sample, row in zip(limited, range(len(limited)), strict=True) if mask_BT[row].any()]
-        policy.observe([s for s, _ in rows], [learner_BT[i][mask_BT[i]].tolist() for _, i in rows], version)
-        trained: dict[int, int] = {}
-        for sample, count in zip(limited, mask_BT.sum(axis=1).tolist(), strict=True):
-            if count:
-                trained[sample.group_id] = trained.get(sample.group_id, 0) + count
+            gap_BT = learner_BT - np.array([sample.logprobs for sample in samples])
+            self.tally.rows_too_far += _rows_beyond(bound, gap_BT[asked], mask_BT[asked])
+        rows = np.flatnonzero(mask_BT.any(axis=1)).tolist()
+        policy.observe([limited[i] for i in rows], [learner_BT[i][mask_BT[i]].tolist() for i in rows], version)
+        trained: Counter[int] = Counter()
+        for i in rows:
+            trained[limited[i].group_id] += limited[i].trained_tokens
         return trained
 
     def _learner_logprobs(self, samples: Sequence[Sample], age_BT: np.ndarray, asked: bool) -> np.ndarray:
@@ -269,22 +318,8 @@ class Simulation:
         factors = (self._groups[sample.group_id].factor for sample in samples)
         return self._drift.logprobs(samples, age_BT, factors)
 
-    def _stepped(self) -> None:
-        """A step is done: publish its weights, at once or after what runs has finished."""
-        if not self._config.trainer.partial_rollouts:
-            self.coordinator.pause()
-            self._publish_if_drained()
-        else:
-            self._publish()
 
-    def _publish_if_drained(self) -> None:
-        if self.coordinator.in_flight == 0:
-            self._publish()
-            self.coordinator.resume()
-
-    def _publish(self) -> None:
-        self.coordinator.published(self.coordinator.version + 1)
-        self._rollouts.published(self.now_s)
-        self.tally.steps += 1
-        if self.coordinator.version == self._warmup:
-            self.tally = self._new_tally()
+def _rows_beyond(bound: float, gap_BT: np.ndarray, mask_BT: np.ndarray) -> int:
+    """Rows whose trained tokens moved by more than the bound, on average (k2, as the policies measure it)."""
+    moved_B = np.where(mask_BT, gap_BT**2 / 2, 0.0).sum(axis=1) / np.maximum(mask_BT.sum(axis=1), 1)
+    return int((moved_B > bound * (1 + _ROUNDING)).sum())

@@ -132,6 +132,8 @@ class Trust(Mask):
         metrics: MetricsAggregator,
     ) -> list[Sample]:
         bound = self.bound
+        if not measured:
+            return list(samples)
         if bound is None:  # too early to know what is usual: age is all there is to go by
             return super().limit(samples, version, measured, metrics)
         metrics.record("staleness/divergence_bound", bound, Reducer.LAST)
@@ -141,7 +143,7 @@ class Trust(Mask):
         ]
 
     def observe(self, samples: Sequence[Sample], logprobs: Sequence[Sequence[float]], version: int) -> None:
-        for sample, row in zip(samples, logprobs, strict=True):
+        for sample, row in zip(samples, logprobs, strict=True) if self.max_staleness else ():
             if not self._is_overage(sample, version) and oldest_version(sample) is not None:
                 trained = [lp for lp, m in zip(sample.logprobs, sample.loss_mask, strict=True) if m]
                 self._seen.append(float(np.mean(_divergences(row, trained))))

@@ -16,8 +16,12 @@ class Outcome:
     """The figures of one simulation, of the steps after its warm-up. Shares and ratios have no unit."""
 
     steps: int
+    warmup: int
+    """Steps before, which do not count."""
     seconds: float
     """On the virtual clock."""
+    end_s: float
+    """The virtual clock at the end, the warm-up included."""
     groups_per_s: float
     """Groups trained, each counted once."""
     steps_per_s: float
@@ -43,7 +47,7 @@ class Outcome:
     rows_too_old: float
     """Share of trained rows with a trained token older than the bound."""
     rows_measured: float
-    """Share of trained rows that the policy had measured: each costs the learner a forward pass that is not simulated."""
+    """Share of trained rows that the policy had measured. Each costs a forward pass, which is not simulated."""
     rows_too_far: int
     """Rows that were trained beyond the divergence bound that the policy had announced."""
     account: Account
@@ -78,6 +82,7 @@ class Tally:
     """Counts of one simulation from `since_s` on. Time is added before what happens at its end."""
 
     since_s: float
+    since_step: int
     places: int
     """Groups that can run at once."""
     tokens_per_group: int
@@ -132,7 +137,9 @@ class Tally:
         ages = self.ages.tolist()
         return Outcome(
             steps=self.steps,
+            warmup=self.since_step,
             seconds=seconds,
+            end_s=now_s,
             groups_per_s=trained.groups / seconds,
             steps_per_s=self.steps / seconds,
             learner_busy=self.learner_s / seconds,

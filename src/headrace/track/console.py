@@ -14,6 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from headrace.engine.base import EngineHealth
 from headrace.track.base import RunInfo, eval_sets
 
 _MAX_WIDTH = 100
@@ -41,6 +42,7 @@ class ConsoleTracker:
         self._progress = _Progress(0, 0.0)
         self._history = _History()
         self._body: RenderableType = Text("waiting for the first step", style="dim")
+        self._engine: EngineHealth | None = None
         self._live: Live | None = None
 
     def start(self, info: RunInfo) -> None:
@@ -66,6 +68,12 @@ class ConsoleTracker:
         """Print a line; on a terminal it goes above the view."""
         self._print(text)
 
+    def status(self, engine: EngineHealth) -> None:
+        """Show the engine's state; where nothing is drawn, only that it was started again."""
+        before, self._engine = self._engine, engine
+        if self._live is None and before is not None and engine.restarts > before.restarts:
+            self._print(f"the engine was started again ({engine.restarts} so far)")
+
     def close(self) -> None:
         """Leave the last view on the screen and give the terminal back."""
         live, self._live = self._live, None
@@ -78,7 +86,8 @@ class ConsoleTracker:
 
     def _view(self) -> RenderableType:
         title = Text.assemble("headrace  ", (self._name, "bold default"))
-        content = Group(self._progress.bar(self._clock()), Text(), self._body)
+        engine = [Text(), _engine_line(self._engine)] if self._engine is not None else []
+        content = Group(self._progress.bar(self._clock()), Text(), self._body, *engine)
         width = min(self._console.width, _MAX_WIDTH)
         return Panel(content, title=title, title_align="left", border_style="bright_black", width=width, padding=(1, 2))
 
@@ -150,6 +159,8 @@ def plain_line(step: int, total: int, metrics: Mapping[str, float]) -> str:
             parts.append(f"{word} {_compact(metrics[key])} tok/s")
     if metrics.get("episodes/failed"):
         parts.append(f"failed {_compact(metrics['episodes/failed'])}")
+    if metrics.get("staleness/max"):
+        parts.append(f"staleness {metrics['staleness/mean']:.1f}, at most {metrics['staleness/max']:.0f}")
     if "time/step_s" in metrics:
         parts.append(f"{_seconds(metrics['time/step_s'])} s/step")
     return "  ".join(parts)
@@ -158,6 +169,15 @@ def plain_line(step: int, total: int, metrics: Mapping[str, float]) -> str:
 def _headline(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     """Label and key of the one figure to show first, if there is any."""
     return [(label, key) for label, key in _HEADLINES if key in metrics][:1]
+
+
+def _engine_line(engine: EngineHealth) -> Text:
+    state = "stopped" if not engine.alive else "paused" if engine.paused else "decoding" if engine.running else "idle"
+    parts = [Text(state, style="" if engine.alive else "red"), _pair("running", str(engine.running))]
+    parts += [_pair("waiting", str(engine.waiting)), _pair("version", str(engine.version))]
+    if engine.restarts:
+        parts.append(Text(f"started again {engine.restarts} times", style="yellow"))
+    return Text.assemble(("engine    ", "dim"), Text("   ").join(parts))
 
 
 def _body(history: _History) -> RenderableType:

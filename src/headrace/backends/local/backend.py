@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from headrace.backends.base import Asked, Publication, Trained, offending_samples
+from headrace.backends.local.engines import LocalEngine, check_threads, learner_threads, new_engine
 from headrace.backends.local.frozen import FrozenModel, score_rows
 from headrace.backends.local.storage import export_folder, load_state, load_teacher, save_state, save_teacher
 from headrace.backends.local.teacher import Teacher
@@ -23,7 +24,7 @@ from headrace.combinations import chosen
 from headrace.config import AlgorithmSection, RunConfig
 from headrace.data.episode import Step
 from headrace.data.sample import TrainBatch
-from headrace.engine.base import SamplingParams
+from headrace.engine.process import ProcessEngine
 from headrace.engine.torch_engine import TorchEngine
 from headrace.errors import BackendError, ConfigError, DivergedError, PublicationError
 from headrace.metrics import MetricsAggregator, Reducer
@@ -43,8 +44,8 @@ class LocalBackend:
     """Owns model and optimizer; all tensor work runs on one thread of its own."""
 
     def __init__(self, config: RunConfig) -> None:
-        if config.backend.threads:
-            torch.set_num_threads(config.backend.threads)
+        if threads := learner_threads(config):
+            torch.set_num_threads(threads)
         self._config = config
         self._loss_dtype = wide_dtype(getattr(torch, config.model.dtype))
         torch.manual_seed(config.run.seed)
@@ -59,7 +60,7 @@ class LocalBackend:
         self._policy_weights = trained_parameters(self.hf_model)
         self._trainable = [p for p in self._modules().parameters() if p.requires_grad]
         self.optimizer = self._new_optimizer()
-        self._engine: TorchEngine | None = None
+        self._engine: LocalEngine | None = None
         self._reference: FrozenModel | None = None
         self._teacher: Teacher | None = None
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="headrace-learner")
@@ -72,23 +73,15 @@ class LocalBackend:
                 f'backend "local" samples with engine "torch", got "{engine}"'
                 f'{"" if engine in known else nearest(engine, known)}; set engine.name = "torch"'
             )
+        check_threads(config)
         for name in chosen(config.algorithm, "loss"):
             resolve("loss", name)
         if config.distill.teacher != "initial":
             resolve_model(config.distill.teacher)
 
-    def create_engine(self) -> TorchEngine:
-        config = self._config
-        self._engine = TorchEngine(
-            self.model,
-            eos_ids=eos_token_ids(self.hf_model, self.tokenizer),
-            detokenize=lambda ids: self.tokenizer.decode(list(ids), skip_special_tokens=True),
-            max_batch=config.engine.max_batch,
-            max_model_length=config.engine.max_model_length,
-            prefill_tokens=config.engine.prefill_tokens,
-            cache_on_publish=config.engine.cache_on_publish,
-            defaults=SamplingParams(max_tokens=config.rollout.max_tokens),
-        )
+    def create_engine(self) -> LocalEngine:
+        ends = eos_token_ids(self.hf_model, self.tokenizer)
+        self._engine = new_engine(self._config, self.hf_model, self.model, self.tokenizer, ends)
         return self._engine
 
     async def forward_backward(self, batch: TrainBatch, algorithm: AlgorithmSection) -> Trained:
@@ -112,8 +105,9 @@ class LocalBackend:
         every = self._config.distill.refresh_every
         if every and version % every == 0:
             await self._on_worker(lambda: self._the_teacher().copy_from(self._trained_weights()))
-        ours = await self._on_worker(self.fingerprint)
-        theirs = await self._engine.load_weights(version)  # shared weights: nothing is copied
+        stage = self._engine.stage if isinstance(self._engine, ProcessEngine) else lambda: None
+        ours, staged = await self._on_worker(lambda: (self.fingerprint(), stage()))
+        theirs = await self._engine.load_weights(version, staged)
         if theirs != ours:
             raise PublicationError(
                 f"version {version} did not arrive: the learner's weights have the fingerprint {ours}, the engine "

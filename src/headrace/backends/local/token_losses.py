@@ -8,14 +8,36 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from headrace.backends.losses import Loss, LossContext, correction_weights, kl_penalty
+from headrace.backends.base import offending_samples
+from headrace.backends.local.tokens import TokenTensors
+from headrace.backends.losses import Figures, Loss, LossContext, correction_weights, kl_penalty
 from headrace.config import AlgorithmSection
 from headrace.data.sample import NO_VERSION, Sample, TrainBatch
-from headrace.errors import BackendError, DataError
+from headrace.errors import BackendError, DataError, DivergedError
+from headrace.metrics import MetricsAggregator, Reducer
 from headrace.registry import resolve
 
-Figures = dict[str, Tensor]
 _NEED_NO_SAMPLER = ("cross_entropy", "reinforce", "dpo")
+
+
+def loss_context(
+    tokens: TokenTensors, logprobs_M: Tensor, algorithm: AlgorithmSection, dpo_beta: float = 0.1
+) -> LossContext:
+    """What the losses of a micro-batch look at, from the policy's log-probabilities of its trained targets."""
+    old_M = tokens.sampler_M
+    if algorithm.proximal == "recompute":  # without those of the start of the batch, the batch starts here
+        old_M = logprobs_M.detach() if tokens.old_M is None else tokens.old_M
+    return LossContext(
+        logprobs_M=logprobs_M,
+        old_logprobs_M=old_M,
+        sampler_logprobs_M=tokens.sampler_M,
+        advantages_M=tokens.advantages_M,
+        row_M=tokens.row_M,
+        rows=len(tokens.counts),
+        algorithm=algorithm,
+        reference_logprobs_M=tokens.reference_M,
+        dpo_beta=dpo_beta,
+    )
 
 
 def token_losses(
@@ -38,7 +60,27 @@ def token_losses(
         figures["policy/kl_to_reference"] = divergence_M.detach()
     if algorithm.entropy_coef:
         loss_M = loss_M - algorithm.entropy_coef * entropy_M
-    return loss_M, figures
+    if algorithm.loss != "dpo":  # which reports its loss per pair
+        figures["policy/loss"] = loss_M.detach()
+    return loss_M, {**figures, "policy/entropy": entropy_M.detach()}
+
+
+def record_figures(metrics: MetricsAggregator, figures: Figures) -> None:
+    """Each as the mean of its values, weighed by how many there are."""
+    for key, values in figures.items():
+        if values.numel():
+            metrics.record(key, float(values.detach().mean()), Reducer.WEIGHTED_MEAN, weight=values.numel())
+
+
+def require_finite(loss_M: Tensor, row_M: Tensor, batch: TrainBatch, indices: Sequence[int]) -> None:
+    """Raise DivergedError, with the samples that it comes from, for a loss that is not finite."""
+    bad_rows = row_M[~torch.isfinite(loss_M)].unique().tolist()
+    if bad_rows:
+        report = offending_samples(batch, [indices[row] for row in bad_rows])
+        raise DivergedError(
+            f"the loss is not finite in {len(bad_rows)} of {len(indices)} samples; lower optimizer.lr or look at "
+            f"these:\n{report}"
+        )
 
 
 def require_trainable(algorithm: AlgorithmSection, batch: TrainBatch) -> None:

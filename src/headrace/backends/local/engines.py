@@ -1,0 +1,72 @@
+"""The engines of the local backend: one that shares its weights, or one in a process of its own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from headrace.config import RunConfig
+from headrace.engine.base import SamplingParams
+from headrace.engine.process import ProcessEngine
+from headrace.engine.torch_engine import TorchEngine, usable_length
+from headrace.engine.wire import EngineOptions
+from headrace.errors import ConfigError
+from headrace.models.causal import CausalModel
+
+LocalEngine = TorchEngine | ProcessEngine
+
+
+def new_engine(
+    config: RunConfig, hf_model: Any, model: CausalModel, tokenizer: Any, eos_ids: Sequence[int]
+) -> LocalEngine:
+    """The engine that the configuration places beside the learner, or apart from it."""
+    section, defaults = config.engine, SamplingParams(max_tokens=config.rollout.max_tokens)
+    length = usable_length(model, section.max_model_length)
+    if config.trainer.placement == "separate":
+        options = EngineOptions(
+            model=config.model,
+            eos_ids=tuple(eos_ids),
+            row_block=model.row_block,
+            max_batch=section.max_batch,
+            max_model_length=length,
+            prefill_tokens=section.prefill_tokens,
+            defaults=defaults,
+            cache_on_publish=section.cache_on_publish,
+            threads=_engine_threads(config),
+        )
+        return ProcessEngine(hf_model, options)
+    return TorchEngine(
+        model,
+        eos_ids=eos_ids,
+        detokenize=lambda ids: tokenizer.decode(list(ids), skip_special_tokens=True),
+        max_batch=section.max_batch,
+        max_model_length=length,
+        prefill_tokens=section.prefill_tokens,
+        defaults=defaults,
+        cache_on_publish=section.cache_on_publish,
+    )
+
+
+def learner_threads(config: RunConfig) -> int:
+    """Threads of the learner; 0 for the tensor library's own choice."""
+    if config.backend.threads or config.trainer.placement == "colocate":
+        return config.backend.threads
+    return max(1, _cores() - _engine_threads(config))  # both with all cores would stand in each other's way
+
+
+def check_threads(config: RunConfig) -> None:
+    """`engine.threads` means something only where the engine has threads of its own."""
+    if config.engine.threads and config.trainer.placement == "colocate":
+        raise ConfigError(
+            f"engine.threads is {config.engine.threads}, but a colocated engine shares the learner's threads; set "
+            f'backend.threads, or trainer.placement = "separate"'
+        )
+
+
+def _engine_threads(config: RunConfig) -> int:
+    return config.engine.threads or max(1, _cores() // 2)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,190 @@
+"""`headrace simulate`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from headrace.cli.train import RunFile, read_run
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.table import Table
+
+    from headrace.pipeline.grid import GridPoint, Simulated
+
+USAGE = "Usage: headrace simulate FILE.toml [--section.key value ...] [OPTIONS]"
+
+
+def simulate(
+    file: RunFile,
+    /,
+    *overrides: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
+    chart: Annotated[Path | None, Parameter(help="Draw a picture (PNG, SVG or PDF); needs headrace[plot].")] = None,
+    json: Annotated[Path | None, Parameter(help="Write all figures, with the staleness distribution.")] = None,
+) -> None:
+    """Try schedules before paying for them: the loop of a run, without a model.
+
+    Coordinator, buffer and staleness policy are those of training, on a virtual
+    clock; durations are given, or those of a run. Thousands of steps take
+    seconds. In the run file:
+
+        [simulate]
+        group_s = 20       # median seconds of a group; or, for measured ones,
+        learn_s = 8        # from_run = "runs/NAME" in place of all of these
+        slow_share = 0.1   # one task in ten ...
+        slow_factor = 12   # ... takes twelve times as long
+
+        [simulate.grid]    # every combination is simulated
+        trainer.max_staleness = [0, 1, 2, 4]
+        trainer.staleness = ["wait", "trust"]
+
+    What the table shows:
+
+    learner     share of the time in which it learns
+    engine      groups that run, as a share of what rollout.max_concurrent
+                allows
+    staleness   of trained tokens, in versions: mean and maximum
+    wasted      share of the generated tokens that is never trained, and of the
+                time that they took
+    slow        how often slow tasks are trained, relative to how often they
+                are started, by groups and by tokens; 100% is no bias
+    long        mean duration of trained groups, relative to that of all
+
+    Any setting can be given as `--section.key value`; `headrace train --help`
+    lists them. Not simulated: the forward pass in which "trust" measures old
+    rows, evaluation, checkpoints, and that groups take longer the more run.
+    """
+    config = read_run(file, overrides, "--chart", "--json")
+    from rich.console import Console
+
+    from headrace.errors import ConfigError, boundary
+    from headrace.pipeline.grid import grid_points
+
+    points = grid_points(config)
+    _check_chart(chart)
+    done = _with_progress(points)
+    console, table = Console(highlight=False), _table(done)
+    # rather a wrapped line than a cut figure
+    console.width = max(console.width, Console(width=1000).measure(table).maximum)
+    console.print(table)
+    for line in (_speed(done), *_notes(done)):
+        console.print(line, soft_wrap=True)
+    with boundary(ConfigError, "cannot write the figures", OSError):
+        if json is not None:
+            _write(done, json)
+            console.print(f"figures: {json}")
+        if chart is not None:
+            console.print(f"chart: {_draw(done, chart)}")
+
+
+def _with_progress(points: list[GridPoint]) -> list[Simulated]:
+    """Simulate all, with a bar on a terminal."""
+    from rich.console import Console
+    from rich.progress import track
+
+    from headrace.pipeline.grid import simulate_grid
+
+    errors = Console(stderr=True)
+    shown = track(
+        simulate_grid(points), "simulating", len(points), console=errors, transient=True, disable=not errors.is_terminal
+    )
+    return list(shown)
+
+
+_COLUMNS = (
+    "groups/s", "steps/h", "learner", "engine", "staleness\nmean (max)", "wasted\ntokens", "\ntime", "slow\ngroups",
+    "\ntokens", "long",
+)  # fmt: skip
+
+
+def _table(done: Sequence[Simulated]) -> Table:
+    from rich.table import Table
+
+    names = list(done[0].point.settings)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in names:
+        table.add_column(name.replace(".", ".\n", 1), style="bold", no_wrap=True)
+    for column in _COLUMNS:
+        table.add_column(column, justify="right", no_wrap=True)
+    for item in done:
+        figures = item.outcome
+        table.add_row(
+            *(str(item.point.settings[name]) for name in names),
+            f"{figures.groups_per_s:.3g}",
+            f"{3600 * figures.steps_per_s:.4g}",
+            f"{figures.learner_busy:.0%}",
+            f"{figures.generation_busy:.0%}",
+            f"{figures.staleness_mean:.2f} ({figures.staleness_max})",
+            f"{figures.wasted_tokens:.1%}",
+            f"{figures.wasted_time:.1%}",
+            f"{figures.slow_groups:.0%}",
+            f"{figures.slow_tokens:.0%}",
+            f"{figures.duration_bias:.0%}",
+        )
+    return table
+
+
+def _notes(done: Sequence[Simulated]) -> list[str]:
+    short = [item for item in done if item.outcome.staleness_max > item.outcome.warmup]
+    if not short:
+        return []
+    oldest = max(item.outcome.staleness_max for item in short)
+    return [
+        f"the slowest groups come back after {oldest} versions or more, and the warm-up is "
+        f"{short[0].outcome.warmup} steps: too few of them are in these figures; raise simulate.steps"
+    ]
+
+
+def _speed(done: Sequence[Simulated]) -> str:
+    virtual_s, wall_s = (sum(item.outcome.end_s for item in done), sum(item.wall_s for item in done))
+    steps = sum(item.point.config.simulate.steps for item in done)
+    return (
+        f"{steps:,} steps of {_clock(virtual_s)} simulated in {_clock(wall_s)}: "
+        f"{virtual_s / max(wall_s, 1e-9):,.0f} times faster than real time"
+    )
+
+
+def _clock(seconds: float) -> str:
+    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.1f} seconds"
+
+
+def _write(done: Sequence[Simulated], path: Path) -> None:
+    import json
+
+    rows: list[dict[str, Any]] = [
+        {"settings": item.point.settings, "wall_s": item.wall_s, **asdict(item.outcome)} for item in done
+    ]
+    path.write_text(json.dumps(rows, indent=2) + "\n")
+
+
+def _check_chart(path: Path | None) -> None:
+    """Before the simulation, not after it: is there what it takes to draw?"""
+    if path is None:
+        return
+    from headrace.errors import ConfigError
+    from headrace.registry import load_object
+
+    load_object("headrace.track.simulation_plot:draw_simulations")
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise ConfigError(f"--chart must end in .png, .svg or .pdf, got {path}")
+
+
+def _draw(done: Sequence[Simulated], path: Path) -> Path:
+    from headrace.registry import load_object
+
+    bar = load_object("headrace.track.simulation_plot:Bar")
+    bars = [
+        bar(item.point.label or "as it is", figures.learner_busy, figures.generation_busy, figures.groups_per_s,
+            figures.ages)
+        for item in done
+        for figures in [item.outcome]
+    ]  # fmt: skip
+    return load_object("headrace.track.simulation_plot:draw_simulations")(bars, path)

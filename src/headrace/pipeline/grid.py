@@ -1,0 +1,91 @@
+"""A grid of settings, each simulated: `[simulate.grid]` of a run file."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from headrace.config import RunConfig
+from headrace.errors import ConfigError
+from headrace.pipeline.durations import durations_of
+from headrace.pipeline.simulate import check_simulated, simulate
+from headrace.pipeline.tally import Outcome
+from headrace.registry import nearest
+from headrace.runfile import build_config, field_paths
+
+# what a simulation reads: varying anything else would give the same row again and again
+_READ = {
+    "trainer": ("batch_size", "placement", "max_staleness", "staleness", "partial_rollouts", "stream"),
+    "produce": ("over_sample", "order", "capacity", "reuse"),
+    "rollout": ("group_size", "max_concurrent"),
+    "filters": ("drop_uniform", "min_trajectories"),
+    "run": ("seed",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GridPoint:
+    """One combination of settings: what it changes, and the whole configuration."""
+
+    settings: dict[str, Any]
+    config: RunConfig
+
+    @property
+    def label(self) -> str:
+        """Its settings in few words."""
+        return ", ".join(f"{key.rsplit('.', 1)[-1]}={value}" for key, value in self.settings.items())
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """A combination of settings and what it came to."""
+
+    point: GridPoint
+    outcome: Outcome
+    wall_s: float
+    """What the simulation itself took."""
+
+
+def grid_points(config: RunConfig) -> list[GridPoint]:
+    """Every combination of the values in `simulate.grid`; without a grid, the run file as it is."""
+    grid = config.simulate.grid
+    for key, values in grid.items():
+        _check_key(key, values)
+    given = config.model_dump(mode="json")
+    points: list[GridPoint] = []
+    for values in product(*grid.values()):
+        settings = dict(zip(grid, values, strict=True))
+        words = [f"--{key}={json.dumps(value, ensure_ascii=False)}" for key, value in settings.items()]
+        where = " ".join(["simulate.grid", *words]) if words else "simulate"
+        point = GridPoint(settings, build_config(given, words, where))
+        check_simulated(point.config)
+        points.append(point)
+    return points
+
+
+def simulate_grid(points: list[GridPoint]) -> Iterator[Simulated]:
+    """Simulate one after the other."""
+    for point in points:
+        durations = durations_of(point.config)  # before the clock: reading a run is not simulating
+        started = time.perf_counter()
+        outcome = simulate(point.config, durations)
+        yield Simulated(point, outcome, time.perf_counter() - started)
+
+
+def _check_key(key: str, values: tuple[Any, ...]) -> None:
+    if not values:
+        raise ConfigError(f'simulate.grid: "{key}" has no values; give a list of them')
+    if key in _known_keys():
+        return
+    exists = key in {path for path, _ in field_paths()}
+    problem = "changes nothing in a simulation" if exists else f"is no setting{nearest(key, _known_keys())}"
+    raise ConfigError(f'simulate.grid: "{key}" {problem}; what can vary is {", ".join(_known_keys())}')
+
+
+def _known_keys() -> list[str]:
+    own = [path for path, _ in field_paths() if path.startswith("simulate.") and path != "simulate.grid"]
+    return [f"{section}.{key}" for section, keys in _READ.items() for key in keys] + own

@@ -1,0 +1,118 @@
+"""Engine processes by fork: the suite starts many of them, and importing torch takes seconds each time.
+
+A server imports once what an engine process needs, and forks one for each launch. `kill -USR1` breaks the model of a
+process.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from headrace.engine.child import Tail, thread_settings
+from headrace.engine.wire import EngineOptions
+
+SMOKE = "the forward went up in smoke"
+
+
+class ForkedChild:
+    """An engine process whose parent is the server."""
+
+    def __init__(self, pid: int, connection: socket.socket, printed: int) -> None:
+        self.pid, self.connection = pid, connection
+        self._tail = Tail(os.fdopen(printed, "rb"))
+
+    def last_words(self) -> str:
+        return self._tail.text()
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+
+    def end(self, grace_s: float = 0.0) -> int:
+        self.connection.close()
+        self.kill()
+        while is_running(self.pid):
+            time.sleep(0.001)
+        return -signal.SIGKILL
+
+
+class ForkServer:
+    """Launches `ForkedChild`s."""
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair()
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            env=os.environ | thread_settings(1),
+        )
+        theirs.close()
+
+    def launch(self, options: EngineOptions, files: Sequence[int]) -> ForkedChild:
+        ours, theirs = socket.socketpair()
+        printed, prints = os.pipe()
+        socket.send_fds(self._socket, [b"fork"], [theirs.fileno(), prints, *files])
+        pid = int(self._socket.recv(32))
+        theirs.close()
+        os.close(prints)
+        return ForkedChild(pid, ours, printed)
+
+    def close(self) -> None:
+        self._socket.close()
+        self._process.wait(10)
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is such a process, and not only what is left of one."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def _serve(connection: socket.socket) -> None:
+    import transformers.models.llama.modeling_llama  # what loading the model would import
+    from transformers import PreTrainedTokenizerFast  # noqa: F401
+
+    from headrace.engine import worker
+
+    assert transformers
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no one waits for the children
+    while True:
+        message, files, _, _ = socket.recv_fds(connection, 16, 16)
+        if not message:
+            os._exit(0)
+        pid = os.fork()
+        if not pid:
+            connection.close()
+            for stream in (1, 2):
+                os.dup2(files[1], stream)
+            signal.signal(signal.SIGUSR1, _break_models)
+            worker.main(files[0], files[2:])
+        for file in files:
+            os.close(file)
+        connection.send(str(pid).encode())
+
+
+def _break_models(*_: Any) -> None:
+    from headrace.models.fallback import TransformersModel
+    from headrace.models.llama import LlamaModel
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError(SMOKE)
+
+    for model in (LlamaModel, TransformersModel):
+        model.prefill = model.decode = broken
+
+
+if __name__ == "__main__":
+    _serve(socket.socket(fileno=int(sys.argv[1])))

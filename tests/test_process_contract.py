@@ -1,0 +1,72 @@
+"""The engine in a process of its own passes the engine contract."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tiny
+from contracts.engine_contract import EngineContract
+from forked import SMOKE, ForkServer
+from headrace.config import ModelSection
+from headrace.engine.process import ProcessEngine
+from headrace.engine.wire import EngineOptions
+from headrace.models.causal import build_causal_model
+from headrace.models.fingerprint import fingerprint
+from headrace.models.load import load_model
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[ForkServer]:
+    server = ForkServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.saved_model("llama", tmp_path_factory.mktemp("model"))
+
+
+class TestProcessEngine(EngineContract):
+    vocabulary = tiny.VOCABULARY
+    draws = 600
+
+    @pytest.fixture(autouse=True)
+    def on_a_saved_model(self, forks: ForkServer, folder: Path) -> None:
+        torch.set_num_threads(1)
+        self.forks, self.section = forks, ModelSection(name=str(folder))
+        self.hf_model = load_model(self.section)
+        build_causal_model(self.hf_model)  # as the learner does, which lays the weights out for decoding
+        self.made: list[ProcessEngine] = []
+
+    def make_engine(self, **options: Any) -> ProcessEngine:
+        given = EngineOptions(self.section, health_every_s=0.001, **options)
+        self.made.append(ProcessEngine(self.hf_model, given, self.forks.launch))
+        return self.made[-1]
+
+    @torch.no_grad()
+    def reference_logprobs(self, ids: Sequence[int]) -> np.ndarray:
+        logits = self.hf_model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0]
+        return torch.log_softmax(logits.double(), dim=-1).numpy()
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return tiny.detokenize(ids)
+
+    def change_weights(self) -> None:
+        tiny.randomise(self.hf_model, seed=99)
+
+    def fingerprint(self) -> str:
+        return fingerprint(self.hf_model.parameters())
+
+    def break_model(self) -> str:
+        for engine in self.made:
+            os.kill(engine.pid, signal.SIGUSR1)
+        return SMOKE
