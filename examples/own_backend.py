@@ -1,85 +1,64 @@
-"""A complete training backend: a transformers model, padded rows, AdamW. docs/backend_protocol.md explains it."""
+"""A complete training backend: a transformers model and padded rows. docs/backend_protocol.md explains it."""
 
 from __future__ import annotations
 
-import asyncio
-import math
-from collections.abc import Callable, Coroutine, Sequence
-from functools import wraps
+from asyncio import to_thread
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
-from torch.nn.utils import clip_grad_norm_
 from torch.nn.utils.rnn import pad_sequence
 
 from headrace.backends.base import Asked, Publication, Trained, refuse_changed
 from headrace.backends.local import token_losses as losses
 from headrace.backends.local.backend import eos_token_ids
-from headrace.backends.local.engines import new_engine
+from headrace.backends.local.engines import LocalEngine, new_engine
+from headrace.backends.local.optim import apply_gradient, new_adamw
 from headrace.backends.local.storage import export_folder, load_state, save_state
 from headrace.backends.local.teacher import Teacher
 from headrace.backends.local.tokens import TokenTensors
-from headrace.combinations import chosen
 from headrace.config import AlgorithmSection, RunConfig
 from headrace.data.episode import Step
 from headrace.data.sample import Sample, TrainBatch
-from headrace.engine.base import RolloutEngine
-from headrace.errors import BackendError, DivergedError, PublicationError
-from headrace.metrics import MetricsAggregator, Reducer
+from headrace.errors import BackendError
+from headrace.metrics import MetricsAggregator
 from headrace.models.causal import build_causal_model
 from headrace.models.fingerprint import fingerprint
 from headrace.models.load import load_model, load_tokenizer
-from headrace.models.logprobs import wide_dtype
 from headrace.models.modules import trained_parameters
-from headrace.registry import resolve
 
-P, T = ParamSpec("P"), TypeVar("T")
-IGNORED = (
-    "run.deterministic", "algorithm.value_head", "distill.refresh_every", "optimizer.weight_decay", "backend.threads",
-    "backend.logits_chunk", "backend.gradient_checkpointing", "engine.name", "engine.threads",
-)  # fmt: skip
-
-
-def in_thread(method: Callable[P, T]) -> Callable[P, Coroutine[Any, Any, T]]:
-    """Make it async, off the event loop, which generation needs."""
-
-    @wraps(method)
-    async def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        return await asyncio.to_thread(method, *args, **kwargs)
-
-    return call
+IGNORED = ["run.deterministic", "algorithm.value_head", "distill.refresh_every", "engine.name", "engine.threads"]
+IGNORED += [f"backend.{key}" for key in ("logits_chunk", "gradient_checkpointing", "threads")]
 
 
 class OwnBackend:
-    """Calls never overlap, so there is nothing to lock."""
+    """Calls come one at a time, from the event loop: tensor work goes to a thread, and there is nothing to lock."""
 
     def __init__(self, config: RunConfig) -> None:
-        self._config, adam = config, config.optimizer
+        self._config = config
         torch.manual_seed(config.run.seed)
         self.tokenizer = load_tokenizer(config.model.name)
         self._model = load_model(config.model).train()
         self._weights = trained_parameters(self._model)
-        self._optimizer = torch.optim.AdamW(self._weights, adam.lr, adam.betas, adam.eps, weight_decay=0.0)
+        self._optimizer = new_adamw(self._weights, config.optimizer)
         self._ends = eos_token_ids(self._model, self.tokenizer)
-        self._engine: RolloutEngine | None = None
-        self._reference: Any = None
+        self._reference: torch.nn.Module | None = None
         self._teacher: Teacher | None = None
 
     @staticmethod
     def check(config: RunConfig) -> None:
         refuse_changed(config, *IGNORED)
-        for name in chosen(config.algorithm, "loss"):
-            resolve("loss", name)
+        losses.require_known_losses(config)
 
-    def create_engine(self) -> RolloutEngine:
+    def create_engine(self) -> LocalEngine:
         model = build_causal_model(self._model, self._config.model.fast_path)  # on the same weights
         self._engine = new_engine(self._config, self._model, model, self.tokenizer, self._ends)
         return self._engine
 
-    @in_thread
-    def forward_backward(self, batch: TrainBatch, algorithm: AlgorithmSection) -> Trained:
+    async def forward_backward(self, batch: TrainBatch, algorithm: AlgorithmSection) -> Trained:
+        return await to_thread(self._forward_backward, batch, algorithm)
+
+    def _forward_backward(self, batch: TrainBatch, algorithm: AlgorithmSection) -> Trained:
         losses.require_trainable(algorithm, batch)
         metrics, found = MetricsAggregator(), [()] * len(batch.samples)
         for indices in batch.micro_batches:
@@ -90,84 +69,62 @@ class OwnBackend:
             context = losses.loss_context(tokens, logprobs_M, algorithm, self._config.dpo.beta)
             loss_M, figures = losses.token_losses(context, samples, entropy_M, tokens.sampled_M)
             losses.require_finite(loss_M, tokens.row_M, batch, indices)
-            (loss_M * tokens.weights_M).sum().backward()  # a sum: its normaliser comes with optim_step
-            losses.record_figures(metrics, figures)
-            metrics.record("tokens/trained", loss_M.numel(), Reducer.SUM)
+            (loss_M * tokens.weights_M).sum().backward()  # the normaliser comes with optim_step
+            losses.record_losses(metrics, loss_M, entropy_M, figures)
             for index, part in zip(indices, logprobs_M.split(tokens.counts), strict=True):
                 found[index] = tuple(part.tolist())
         return Trained(metrics, tuple(found))
 
-    @in_thread
-    def optim_step(self, lr: float, grad_scale: float) -> MetricsAggregator:
-        gradients = [p.grad for p in self._weights if p.grad is not None]
-        if not gradients:
-            raise BackendError("optim_step was called with no accumulated gradient")
-        for gradient in gradients:
-            gradient.mul_(grad_scale)
-        norm = float(clip_grad_norm_(self._weights, self._config.optimizer.grad_clip or math.inf))
-        if not math.isfinite(norm):
-            raise DivergedError(f"the gradient norm is {norm}; lower optimizer.lr (now {lr:g}) or clip harder")
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        metrics = MetricsAggregator()
-        metrics.record_all({"policy/grad_norm": norm, "optim/lr": lr}, Reducer.LAST)
-        return metrics
+    async def optim_step(self, lr: float, grad_scale: float) -> MetricsAggregator:
+        return await to_thread(apply_gradient, self._optimizer, lr, grad_scale, self._config.optimizer.grad_clip)
 
-    @in_thread
+    async def compute_logprobs(self, batch: TrainBatch, of: Asked = "policy") -> list[list[float]]:
+        return await to_thread(self._logprobs, batch, of)
+
     @torch.no_grad()
-    def compute_logprobs(self, batch: TrainBatch, of: Asked = "policy") -> list[list[float]]:
-        if of == "reference" and self._reference is None:
-            self._reference = load_model(self._config.model)
-        found: list[list[float]] = [[] for _ in batch.samples]
+    def _logprobs(self, batch: TrainBatch, of: Asked) -> list[list[float]]:
+        model = self._model
+        if of == "reference":
+            model = self._reference = self._reference or load_model(self._config.model)
+        found: list[list[float]] = [[]] * len(batch.samples)
         for indices in batch.micro_batches:
             samples = [batch.samples[i] for i in indices]
-            logprobs_N, _ = score(self._model if of == "policy" else self._reference, samples)
+            logprobs_N, _ = score(model, samples)
             for index, part in zip(indices, logprobs_N.split([len(s.loss_mask) for s in samples]), strict=True):
                 found[index] = part.tolist()
         return found
 
     async def compute_values(self, batch: TrainBatch) -> list[list[float]]:
-        raise BackendError("there is no value head: check refuses runs that need one")
+        raise BackendError("this backend has no value head")  # check refuses runs that need one
 
-    @in_thread
-    def teacher_logprobs(self, steps: Sequence[Step]) -> list[list[float]]:
-        self._teacher = self._teacher or Teacher(self._config, self.tokenizer, self._ends)
-        return self._teacher.logprobs(steps)
+    async def teacher_logprobs(self, steps: Sequence[Step]) -> list[list[float]]:
+        self._teacher = self._teacher or await to_thread(Teacher, self._config, self.tokenizer, self._ends)
+        return await to_thread(self._teacher.logprobs, steps)
 
     async def publish(self, version: int) -> Publication:
-        assert self._engine is not None, "create_engine comes first"
-        ours = await asyncio.to_thread(fingerprint, self._weights)
-        theirs = await self._engine.load_weights(version)
-        if theirs != ours:
-            raise PublicationError(f"version {version} did not arrive: the learner has {ours}, the engine {theirs}")
-        return Publication(version, ours)
+        ours = await to_thread(fingerprint, self._weights)
+        return Publication.confirmed(version, ours, await self._engine.load_weights(version))
 
-    @in_thread
-    def save(self, folder: Path) -> None:
-        save_state(folder, self._model, self._optimizer)
+    async def save(self, folder: Path) -> None:
+        await to_thread(save_state, folder, self._model, self._optimizer)
 
-    @in_thread
-    def load(self, folder: Path) -> None:
-        load_state(folder, self._model, self._optimizer)
+    async def load(self, folder: Path) -> None:
+        await to_thread(load_state, folder, self._model, self._optimizer)
 
-    @in_thread
-    def export(self, folder: Path) -> None:
-        export_folder(folder, self._model, self.tokenizer)
+    async def export(self, folder: Path) -> None:
+        await to_thread(export_folder, folder, self._model, self.tokenizer)
 
-    async def close(self) -> None:
-        """Nothing is held that does not go with the object."""
+    async def close(self) -> None: ...
 
 
-def score(model: Any, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
-    """(log-probability, entropy) of all N targets at their sample's temperature, sample after sample."""
+def score(model: torch.nn.Module, samples: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(log-probability, entropy) of all N targets, sample after sample, each at its sample's temperature."""
     rows = [torch.tensor(sample.tokens) for sample in samples]
-    ids_RL, real_RL = (pad_sequence(part, batch_first=True) for part in (rows, [torch.ones_like(r) for r in rows]))
-    logits_RTV = model(input_ids=ids_RL, attention_mask=real_RL).logits[:, :-1]
-    heat_R = torch.tensor([sample.temperature for sample in samples])
-    logprobs_RTV = torch.log_softmax(logits_RTV.to(wide_dtype(logits_RTV.dtype)) / heat_R[:, None, None], -1)
+    ids_RL = pad_sequence(rows, batch_first=True)  # on the right, where no token of the row sees it
+    heat_R11 = torch.tensor([[[sample.temperature]] for sample in samples])
+    logits_RTV = model(input_ids=ids_RL, use_cache=False).logits[:, :-1]
+    logprobs_RTV = torch.log_softmax(logits_RTV.to(torch.promote_types(logits_RTV.dtype, torch.float32)) / heat_R11, -1)
     logprobs_RT = logprobs_RTV.gather(2, ids_RL[:, 1:, None]).squeeze(2)
     entropy_RT = -(logprobs_RTV.exp() * logprobs_RTV).sum(2)
-    is_target_RT = real_RL[:, 1:].bool()  # padding is no target
+    is_target_RT = pad_sequence([torch.ones(len(row) - 1, dtype=torch.bool) for row in rows], batch_first=True)
     return logprobs_RT[is_target_RT], entropy_RT[is_target_RT]

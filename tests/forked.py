@@ -110,7 +110,8 @@ def _break_models(*_: Any) -> None:
     def broken(*_: Any) -> Any:
         raise RuntimeError(SMOKE)
 
-    for model in (LlamaModel, TransformersModel):
+    models: list[Any] = [LlamaModel, TransformersModel]
+    for model in models:
         model.prefill = model.decode = broken
 
 

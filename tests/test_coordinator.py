@@ -1,4 +1,4 @@
-"""Admission and the account of episodes, under any order of events."""
+"""Admission, what a step waits for, and the account of episodes, under any order of events."""
 
 from __future__ import annotations
 
@@ -8,53 +8,209 @@ from hypothesis import strategies as st
 
 from fakes import examples
 from headrace.pipeline.coordinator import Account, SyncCoordinator
+from headrace.pipeline.staleness import Count, Drop, Mask, StalenessPolicy, Trust, Wait
 
-ENDS = ("trained", "filtered", "failed", "stale")
-events = st.lists(
-    st.one_of(
-        st.just("open"),
-        st.just("publish"),
-        st.just("skip"),
-        st.tuples(st.just("dispatch"), st.integers(0, 9)),
-        st.tuples(st.just("settle"), st.fixed_dictionaries({end: st.integers(0, 3) for end in ENDS})),
-    ),
-    max_size=60,
-)
+POLICIES: tuple[type[StalenessPolicy], ...] = (Count, Drop, Wait, Mask, Trust)
+EPISODES = 3
+EVENTS = (
+    "open", *["start"] * 6, *["finish"] * 4, "fail", *["step"] * 4, "skip", "pause", *["resume"] * 2,
+)  # fmt: skip
+
+
+class Loops:
+    """A producer and a learner that keep the coordinator's rules, and books of their own to check it against."""
+
+    def __init__(self, policy: StalenessPolicy, batch_size: int, version: int = 0, **limits: float | None) -> None:
+        self.policy, self.batch_size = policy, batch_size
+        self.coordinator = SyncCoordinator(policy, batch_size, version=version, **limits)  # type: ignore[arg-type]
+        self.ahead = batch_size * (1 + policy.max_staleness)
+        over_sample, capacity = limits.get("over_sample"), limits.get("capacity")
+        self.window = self.ahead if over_sample is None else round(batch_size * (1 + over_sample))
+        self.capacity = capacity or 2 * self.ahead
+        self.version = self.opened = version
+        self.drawn = self.next_id = 0
+        self.running: dict[int, int] = {}
+        self.whole: dict[int, int] = {}
+        self.in_step = 0
+        self.paused = False
+        self.ends = dict.fromkeys(("trained", "filtered", "failed", "stale"), 0)
+
+    @property
+    def overdue(self) -> int:
+        oldest = self.version - self.policy.max_staleness
+        return sum(born < oldest for born in self.running.values()) if self.policy.excuses_overdue else 0
+
+    def do(self, event: str, pick: int) -> None:
+        """One event, if it can happen now; `pick` chooses among the groups it may happen to."""
+        match event:
+            case "open" if self.coordinator.may_open_batch() and not self.drawn:
+                self.coordinator.open_batch()
+                self.opened += 1
+                self.drawn = self.batch_size
+            case "start" if self.drawn and self.coordinator.may_start():
+                self.drawn -= 1
+                self.start()
+            case "finish" if self.running:
+                group_id = sorted(self.running)[pick % len(self.running)]
+                born = self.running.pop(group_id)
+                self.whole[group_id] = born + pick % (self.version - born + 1)
+                self.coordinator.became_whole(group_id, self.whole[group_id])
+            case "fail" if self.running:
+                group_id = sorted(self.running)[pick % len(self.running)]
+                del self.running[group_id]
+                self.coordinator.gone(group_id)
+                self.settle("failed", 1)
+                self.start()
+            case "step" | "skip":
+                self.step(event == "step", pick)
+            case "pause" | "resume":
+                self.paused = event == "pause"
+                (self.coordinator.pause if self.paused else self.coordinator.resume)()
+
+    def start(self) -> None:
+        self.coordinator.started(self.next_id, EPISODES)
+        self.running[self.next_id] = self.version
+        self.next_id += 1
+
+    def settle(self, end: str, groups: int) -> None:
+        self.coordinator.settled(**{end: groups * EPISODES})
+        self.ends[end] += groups * EPISODES
+
+    def step(self, publish: bool, pick: int) -> None:
+        for group_id in self.coordinator.stale():
+            del self.whole[group_id]
+            self.coordinator.gone(group_id)
+            self.settle("stale", 1)
+            self.start()
+        due = self.coordinator.due()
+        if len(self.whole) < self.batch_size or not set(due) <= self.whole.keys():
+            return
+        others = [group_id for group_id in sorted(self.whole, key=lambda g: hash((g, pick))) if group_id not in due]
+        chosen = [*due, *others][: max(self.batch_size, len(due))]
+        ages = [self.version - self.whole.pop(group_id) for group_id in chosen]
+        for group_id in chosen:
+            self.coordinator.taken(group_id)
+        self.in_step += len(chosen)
+        self.check()
+        if publish:
+            self.check_ages(ages)
+            self.settle("trained", len(chosen))
+            self.version += 1
+            self.coordinator.published(self.version)
+        else:
+            self.settle("filtered", len(chosen))
+            self.opened -= 1
+            self.coordinator.skipped()
+        self.in_step = 0
+
+    def check_ages(self, ages: list[int]) -> None:
+        if isinstance(self.policy, Wait | Drop):
+            assert max(ages) <= self.policy.max_staleness
+        if isinstance(self.policy, Wait):
+            assert len(ages) == self.batch_size, "more groups fell due than a step trains"
+
+    def check(self) -> None:
+        """What must hold at every moment."""
+        coordinator, held = self.coordinator, len(self.running) + len(self.whole)
+        settled, dispatched = sum(self.ends.values()), self.next_id * EPISODES
+        assert coordinator.account() == Account(dispatched, **self.ends, pending=dispatched - settled)
+        assert (coordinator.version, coordinator.in_flight, coordinator.waiting) == (
+            self.version, len(self.running), len(self.whole),
+        )  # fmt: skip
+        assert held <= self.capacity
+        on_time = held - self.overdue
+        room = on_time < self.window and on_time + self.in_step < self.ahead
+        assert coordinator.may_start() == (not self.paused and held < self.capacity and room)
+        excused = -(-self.overdue // self.batch_size)
+        assert coordinator.may_open_batch() == (self.opened <= self.version + self.policy.max_staleness + excused)
+        if not self.policy.excuses_overdue:
+            assert self.opened <= self.version + self.policy.max_staleness + 1
+            assert on_time + self.in_step <= self.ahead
+
+    def go_on(self) -> None:
+        """Everything in turn until the next version is out."""
+        before = self.version
+        for _ in range(20 * self.ahead + 100):
+            for event in ("resume", "open", *["start"] * self.ahead, "finish", "step"):
+                self.do(event, 0)
+                self.check()
+            if self.version > before:
+                return
+        raise AssertionError("the loops are stuck")
+
+
+# long ones: it takes a while until groups are overdue
+schedules = st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 50)), min_size=200, max_size=200)
 
 
 @examples
-@given(events, st.integers(0, 4), st.integers(0, 5))
-def test_nothing_is_lost_and_no_batch_runs_ahead_of_the_bound(
-    schedule: list[str | tuple[str, int | dict[str, int]]], max_staleness: int, start: int
+@given(
+    schedules,
+    st.sampled_from(POLICIES),
+    st.integers(0, 4),
+    st.integers(1, 4),
+    st.integers(0, 5),
+    st.none() | st.floats(0.0, 2.0),
+    st.none() | st.integers(4, 12),
+)
+def test_nothing_is_lost_no_bound_is_broken_and_it_always_goes_on(
+    schedule: list[tuple[str, int]],
+    policy: type[StalenessPolicy],
+    max_staleness: int,
+    batch_size: int,
+    version: int,
+    over_sample: float | None,
+    capacity: int | None,
 ) -> None:
-    coordinator = SyncCoordinator(max_staleness, start)
-    dispatched, ends, opened = 0, dict.fromkeys(ENDS, 0), start
-    for event in schedule:
-        match event:
-            case "open" if coordinator.may_open_batch():
-                coordinator.open_batch()
-                # batch k is trained at version k, so none of its tokens will be older than the bound
-                assert opened - coordinator.version <= max_staleness
-                opened += 1
-            case "publish" if opened > coordinator.version:
-                coordinator.published(coordinator.version + 1)
-            case "skip" if opened > coordinator.version:
-                coordinator.skipped()
-                opened -= 1
-            case ("dispatch", int(count)):
-                coordinator.dispatched(count)
-                dispatched += count
-            case ("settle", dict(counts)) if sum(counts.values()) <= coordinator.account().pending:
-                coordinator.settled(**counts)
-                ends = {end: ends[end] + counts[end] for end in ENDS}
-        assert coordinator.account() == Account(dispatched, **ends, pending=dispatched - sum(ends.values()))
-        assert opened <= coordinator.version + max_staleness + 1
-        assert coordinator.may_open_batch() == (opened <= coordinator.version + max_staleness)
+    loops = Loops(policy(max_staleness), batch_size, version, over_sample=over_sample, capacity=capacity)
+    for event, pick in schedule:
+        loops.do(event, pick)
+        loops.check()
+    for _ in range(max_staleness + 2):
+        loops.go_on()
+
+
+@examples
+@given(st.lists(st.integers(0, 50), max_size=80), st.sampled_from(POLICIES), st.integers(0, 4), st.integers(1, 4))
+def test_groups_that_are_trained_in_the_order_of_their_start_are_never_older_than_the_bound(
+    picks: list[int], policy: type[StalenessPolicy], max_staleness: int, batch_size: int
+) -> None:
+    coordinator = SyncCoordinator(policy(max_staleness), batch_size)
+    born: dict[int, int] = {}
+    next_id = 0
+    for pick in picks:
+        while coordinator.may_open_batch():
+            coordinator.open_batch()
+            for _ in range(batch_size):
+                coordinator.started(next_id, 1)
+                born[next_id] = coordinator.version
+                next_id += 1
+        if pick % 3:  # else more time passes
+            chosen = sorted(born)[:batch_size]
+            for group_id in chosen:
+                assert coordinator.version - born.pop(group_id) <= max_staleness
+                coordinator.became_whole(group_id)
+                coordinator.taken(group_id)
+            coordinator.settled(trained=batch_size)
+            coordinator.published(coordinator.version + 1)
+
+
+def started(coordinator: SyncCoordinator, *group_ids: int) -> None:
+    for group_id in group_ids:
+        assert coordinator.may_start()
+        coordinator.started(group_id, EPISODES)
+
+
+def train(coordinator: SyncCoordinator, *group_ids: int) -> None:
+    for group_id in group_ids:
+        coordinator.taken(group_id)
+    coordinator.settled(trained=len(group_ids) * EPISODES)
+    coordinator.published(coordinator.version + 1)
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
 def test_generation_may_run_ahead_by_the_staleness_bound_and_no_further(max_staleness: int) -> None:
-    coordinator = SyncCoordinator(max_staleness)
+    coordinator = SyncCoordinator(Count(max_staleness))
     for _ in range(max_staleness + 1):
         coordinator.open_batch()
     assert not coordinator.may_open_batch()
@@ -64,15 +220,145 @@ def test_generation_may_run_ahead_by_the_staleness_bound_and_no_further(max_stal
     assert coordinator.may_open_batch()
 
 
-def test_a_resumed_run_may_open_the_batch_of_its_version() -> None:
-    coordinator = SyncCoordinator(0, version=7)
+def test_no_more_batches_are_opened_than_the_run_needs() -> None:
+    coordinator = SyncCoordinator(Count(4), version=3, batches=2)
+    coordinator.open_batch()
     coordinator.open_batch()
     assert not coordinator.may_open_batch()
 
 
+def test_a_resumed_run_may_open_the_batch_of_its_version() -> None:
+    coordinator = SyncCoordinator(Count(0), version=7)
+    coordinator.open_batch()
+    assert not coordinator.may_open_batch()
+
+
+def test_a_batch_that_came_to_nothing_is_replaced_and_its_groups_give_their_places_back() -> None:
+    coordinator = SyncCoordinator(Count(0), 2)
+    coordinator.open_batch()
+    started(coordinator, 0, 1)
+    for group_id in (0, 1):
+        coordinator.became_whole(group_id)
+        coordinator.taken(group_id)
+    assert not coordinator.may_open_batch() and not coordinator.may_start()
+    coordinator.skipped()
+    coordinator.open_batch()
+    assert coordinator.may_start()
+
+
+def test_a_group_in_training_keeps_its_place_until_its_weights_are_out() -> None:
+    coordinator = SyncCoordinator(Trust(0), 1)
+    coordinator.open_batch()
+    started(coordinator, 0)
+    coordinator.became_whole(0)
+    coordinator.taken(0)
+    assert not coordinator.may_start(), "it would start under a version that is one too old by then"
+    coordinator.published(1)
+    assert coordinator.may_start()
+
+
+def test_over_sampling_bounds_what_runs_ahead() -> None:
+    coordinator = SyncCoordinator(Count(3), 2, over_sample=0.5)
+    coordinator.open_batch()
+    coordinator.open_batch()
+    started(coordinator, 0, 1, 2)
+    assert not coordinator.may_start()
+    coordinator.became_whole(1)
+    assert not coordinator.may_start()
+    coordinator.taken(1)
+    assert coordinator.may_start()
+
+
+def test_capacity_counts_what_runs_and_what_waits() -> None:
+    coordinator = SyncCoordinator(Count(4), 2, capacity=3)
+    started(coordinator, 0, 1, 2)
+    coordinator.became_whole(0)
+    assert not coordinator.may_start()
+    coordinator.gone(1)
+    assert coordinator.may_start()
+
+
+def test_trust_lets_others_start_in_place_of_groups_that_are_overdue() -> None:
+    outcomes = {}
+    for policy in (Mask(1), Trust(1)):
+        coordinator = SyncCoordinator(policy, 2)
+        coordinator.open_batch()
+        coordinator.open_batch()
+        started(coordinator, 0, 1, 2, 3)  # 0 and 1 are slow
+        for version, fast in enumerate([(2, 3), (4, 5)]):
+            for group_id in fast:
+                coordinator.became_whole(group_id)
+            train(coordinator, *fast)
+            coordinator.open_batch()
+            started(coordinator, *(group_id + 2 for group_id in fast))
+            assert coordinator.version == version + 1
+        outcomes[type(policy)] = (coordinator.may_open_batch(), coordinator.may_start(), coordinator.in_flight)
+    # of the version before last, 0 and 1 are now older than the bound
+    assert outcomes == {Mask: (False, False, 4), Trust: (True, True, 4)}
+
+
+def test_overdue_groups_do_not_count_beyond_the_capacity() -> None:
+    coordinator = SyncCoordinator(Trust(0), 1, capacity=3)
+    for group_id in range(3):
+        started(coordinator, group_id)
+        coordinator.published(group_id + 1)  # trained from elsewhere; the group is overdue now
+    assert not coordinator.may_start()
+
+
+def test_wait_names_the_groups_that_the_next_step_would_find_too_old() -> None:
+    coordinator = SyncCoordinator(Wait(1), 1)
+    for group_id in range(2):
+        coordinator.open_batch()
+        started(coordinator, group_id)
+    assert coordinator.due() == []
+    coordinator.became_whole(1)
+    train(coordinator, 1)
+    assert coordinator.due() == [0]
+    with pytest.raises(AssertionError, match="before every due group was trained"):
+        coordinator.published(2)
+    coordinator.became_whole(0)
+    assert coordinator.due() == [0]
+    train(coordinator, 0)
+    assert coordinator.due() == []
+
+
+def test_only_drop_throws_whole_groups_away_and_by_their_oldest_token() -> None:
+    for policy in (Count(1), Wait(1), Mask(1), Trust(1), Drop(1)):
+        coordinator = SyncCoordinator(policy, 2, version=5)
+        coordinator.started(0, EPISODES)
+        coordinator.started(1, EPISODES)
+        coordinator.published(6)
+        coordinator.became_whole(0, oldest=5)
+        coordinator.became_whole(1, oldest=6)
+        if not isinstance(policy, Wait):  # which would not let it come to this
+            coordinator.published(7)
+        assert coordinator.stale() == ([0] if isinstance(policy, Drop) else [])
+
+
+def test_whole_groups_in_order_end_before_the_first_that_still_runs() -> None:
+    coordinator = SyncCoordinator(Count(3), 4)
+    started(coordinator, 0, 1, 2, 3)
+    for group_id in (3, 1, 0):
+        coordinator.became_whole(group_id)
+    assert coordinator.whole_in_order() == [0, 1]
+    coordinator.became_whole(2)
+    assert coordinator.whole_in_order() == [0, 1, 2, 3]
+
+
+def test_a_pause_lets_running_groups_finish_and_none_start() -> None:
+    coordinator = SyncCoordinator(Count(2), 2)
+    started(coordinator, 0)
+    coordinator.pause()
+    assert coordinator.paused and not coordinator.may_start() and coordinator.in_flight == 1
+    coordinator.became_whole(0)
+    assert coordinator.in_flight == 0 and coordinator.waiting == 1
+    coordinator.resume()
+    assert coordinator.may_start() and not coordinator.paused
+
+
 def test_settling_an_episode_twice_asserts() -> None:
-    coordinator = SyncCoordinator()
-    coordinator.dispatched(2)
+    coordinator = SyncCoordinator(Count(0))
+    coordinator.started(0, 2)
     coordinator.settled(trained=1, failed=1)
     with pytest.raises(AssertionError, match="settled twice"):
         coordinator.settled(stale=1)
@@ -80,6 +366,6 @@ def test_settling_an_episode_twice_asserts() -> None:
 
 @pytest.mark.parametrize("version", [3, 5])
 def test_a_version_comes_after_the_one_before_it(version: int) -> None:
-    coordinator = SyncCoordinator(version=3)
+    coordinator = SyncCoordinator(Count(0), version=3)
     with pytest.raises(AssertionError, match=f"version {version} was published after 3"):
         coordinator.published(version)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -94,15 +93,6 @@ async def test_ratio_one_gives_the_plain_policy_gradient() -> None:
     await backend.close()
 
 
-async def test_recomputed_proximal_policy_makes_every_ratio_one() -> None:
-    backend = make_local()
-    samples = random_samples(4, 90)
-    algorithm = AlgorithmSection(proximal="recompute", clip_low=0.01, clip_high=0.01)
-    metrics = (await backend.forward_backward(pack(samples, algorithm, 512), algorithm)).metrics.reduce()
-    assert metrics["policy/clip_fraction"] == 0.0
-    await backend.close()
-
-
 @pytest.mark.parametrize(
     ("name", "says"),
     [
@@ -115,21 +105,6 @@ def test_another_engine_is_refused_with_the_nearest_known(name: str, says: str, 
     with pytest.raises(ConfigError) as raised:
         LocalBackend.check(build_config({"engine": {"name": name}}))
     assert says in str(raised.value)
-
-
-def with_reference(samples: list[Sample], logprobs: list[list[float]]) -> list[Sample]:
-    return [replace(s, reference_logprobs=tuple(row)) for s, row in zip(samples, logprobs, strict=True)]
-
-
-async def test_the_loss_of_preferences_is_reported_per_pair_and_starts_at_ln_2() -> None:
-    backend = make_local()
-    samples = random_samples(6, 90)
-    samples = with_reference(samples, await backend.compute_logprobs(pack(samples, IMITATE, 512), of="reference"))
-    algorithm = AlgorithmSection(loss="dpo", aggregation="sequence_mean_token_sum")
-    metrics = (await backend.forward_backward(pack(samples, algorithm, 30, together=2), algorithm)).metrics.reduce()
-    assert metrics["dpo/loss"] == pytest.approx(math.log(2), abs=1e-4)
-    assert "policy/loss" not in metrics and "policy/entropy" in metrics
-    await backend.close()
 
 
 async def test_the_value_head_learns_from_rows_with_returns_however_the_batch_is_cut() -> None:
@@ -179,10 +154,3 @@ async def test_logits_of_one_chunk_at_a_time_give_the_same_step() -> None:
         assert a == pytest.approx(b, abs=1e-4)
     await whole.close()
     await chunked.close()
-
-
-async def test_optim_step_without_gradient_is_an_error() -> None:
-    backend = make_local()
-    with pytest.raises(BackendError, match="no accumulated gradient"):
-        await backend.optim_step(1e-3, 1.0)
-    await backend.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,6 @@ from headrace.engine.wire import EngineOptions
 from headrace.models.causal import build_causal_model
 from headrace.models.fingerprint import fingerprint
 from headrace.models.load import load_model
-
-
-@pytest.fixture(scope="module")
-def forks() -> Iterator[ForkServer]:
-    server = ForkServer()
-    yield server
-    server.close()
 
 
 @pytest.fixture(scope="module")

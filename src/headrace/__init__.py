@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from headrace.agents.completer import Model
     from headrace.agents.workflow import Workflow, self_distill
+    from headrace.callbacks import Callback
     from headrace.config import RunConfig
     from headrace.data.episode import Episode, ModelOutput, Step, Trajectory, TrajectoryGroup
     from headrace.data.sample import Sample, TrainBatch
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "Callback": "headrace.callbacks",
     "Episode": "headrace.data.episode",
     "HeadraceError": "headrace.errors",
     "Judger": "headrace.judge.base",
@@ -43,9 +45,9 @@ _HOME = {
 }
 
 __all__ = [
-    "Episode", "HeadraceError", "Judger", "Model", "ModelOutput", "RunConfig", "RunResult", "Sample", "Step", "Task",
-    "TrainBatch", "Trajectory", "TrajectoryGroup", "UnifiedTrainer", "Verdict", "Workflow", "__version__",
-    "load_config", "register", "self_distill",
+    "Callback", "Episode", "HeadraceError", "Judger", "Model", "ModelOutput", "RunConfig", "RunResult", "Sample",
+    "Step", "Task", "TrainBatch", "Trajectory", "TrajectoryGroup", "UnifiedTrainer", "Verdict", "Workflow",
+    "__version__", "load_config", "register", "self_distill",
 ]  # fmt: skip
 
 

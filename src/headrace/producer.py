@@ -22,6 +22,7 @@ from headrace.pipeline.buffer import FinishedGroup, TrajectoryGroupBuffer
 from headrace.pipeline.coordinator import SyncCoordinator
 
 _QUANTILES = (0, 10, 25, 50, 75, 90, 95, 99, 100)
+_FAILURES = 8  # episodes; fewer in a row may be bad luck
 
 
 class Changes:
@@ -132,6 +133,8 @@ class Producer:
         metrics, taken = MetricsAggregator(), self._durations_s
         self._durations_s = []
         metrics.record("time/group_s/count", len(taken), Reducer.LAST)
+        if taken:
+            metrics.record("time/group_s/mean", float(np.mean(taken)), Reducer.LAST)
         for quantile in _QUANTILES if taken else ():
             metrics.record(f"time/group_s/q{quantile:02d}", float(np.percentile(taken, quantile)), Reducer.LAST)
         return metrics
@@ -204,7 +207,9 @@ class Producer:
         """A workflow that fails from the start is told after one batch, not after a hundred replacements."""
         self._some_worked |= finished.failed < len(finished.episodes)
         self._failed_groups += finished.failed == len(finished.episodes)
-        if not self._some_worked and self._failed_groups >= self._config.trainer.batch_size:
+        failed_episodes = self._failed_groups * self._config.rollout.group_size
+        enough = self._failed_groups >= self._config.trainer.batch_size and failed_episodes >= _FAILURES
+        if enough and not self._some_worked:
             raise _nothing_to_train(finished, self._failed_groups)
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from contextlib import aclosing, closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -125,14 +125,13 @@ class UnifiedTrainer:
         config, parts = self.config, self._parts
         version = state.version if state else 0
         self.step = state.step if state else 0
-        left = -(-(config.trainer.steps - self.step) // config.trainer.updates_per_batch)
         self._coordinator = SyncCoordinator(
             parts.policy,
             config.fresh_groups,
             version=version,
             over_sample=config.produce.over_sample,
             capacity=config.produce.capacity,
-            batches=left,
+            batches=self._batches_left,
         )
         self._buffer = TrajectoryGroupBuffer(config, parts.grouping, self._run_dir / "spill")
         self._changes = Changes()
@@ -149,6 +148,11 @@ class UnifiedTrainer:
             self._producer.resume(state.unfinished)
             self._first_evaluation = state.first_evaluation
         await parts.backend.publish(version)
+
+    @property
+    def _batches_left(self) -> int:
+        """Batches that the rest of the run needs."""
+        return -(-(self.config.trainer.steps - self.step) // self.config.trainer.updates_per_batch)
 
     # ---- the learner's loop ---------------------------------------------------------------------------------------
 
@@ -172,19 +176,20 @@ class UnifiedTrainer:
         self._learner.begin(self._coordinator.version)
         memory.reset_peak()
         finished: list[FinishedGroup] = []
-        async for some in self._gather(batch.size):
-            finished += some
-            if self._lends:
-                peak_mb = memory.peak_mb()
-                await self._lend_memory()
-                self._learner.metrics.record("memory/generate_peak_mb", peak_mb, Reducer.MAX)
+        again: list[FinishedGroup] = []
+        async with aclosing(self._gather(batch.size)) as pieces:
+            async for some, last in pieces:
+                finished += some
+                if last:
+                    again = self._buffer.take_used(self.config.trainer.batch_size - len(finished), self._too_old)
+                if self._lends:
+                    peak_mb = memory.peak_mb()
+                    await self._lend_memory()
+                    self._learner.metrics.record("memory/generate_peak_mb", peak_mb, Reducer.MAX)
+                with self._clock.training():
+                    await self._learner.learn([*some, *again])
+        if self._learner.has_something:
             with self._clock.training():
-                await self._learner.learn(some)
-        again = self._buffer.take_used(self.config.trainer.batch_size - len(finished), self._too_old)
-        with self._clock.training():
-            if again:
-                await self._learner.learn(again)
-            if self._learner.has_something:
                 await self._update(finished, again)
         if self._lends:
             self._learner.metrics.record("memory/train_peak_mb", memory.peak_mb(), Reducer.MAX)
@@ -203,15 +208,15 @@ class UnifiedTrainer:
         await self.engine.release_cache()
         memory.reset_peak()
 
-    async def _gather(self, size: int) -> AsyncIterator[list[FinishedGroup]]:
-        """The groups of a step: all at once, or, when streaming, some as soon as they are whole."""
-        taken = 0
-        while True:
+    async def _gather(self, size: int) -> AsyncGenerator[tuple[list[FinishedGroup], bool], None]:
+        """The groups of a step: all at once, or, when streaming, some as soon as they are whole; and if they are all."""
+        taken, last = 0, False
+        while not last:
             some = await self._take(size - taken)
             taken += len(some)
-            yield some if self._streams else await self._with_partly_solved(some)
-            if taken >= size and not self._coordinator.due():
-                return
+            last = taken >= size and not self._coordinator.due()
+            assert last or self._streams, "a step that does not stream is taken at once"
+            yield some if self._streams else await self._with_partly_solved(some), last
 
     async def _take(self, wanted: int) -> list[FinishedGroup]:
         """Wait for groups that the step may take, and take them."""
@@ -219,7 +224,7 @@ class UnifiedTrainer:
         count, first = self._takeable(wanted)
         some = self._buffer.take(count, first)
         for group in some:
-            self._coordinator.gone(group.group_id)
+            self._coordinator.taken(group.group_id)
         self._changes.notify()
         return some
 
@@ -282,6 +287,7 @@ class UnifiedTrainer:
         publication = await self._parts.backend.publish(coordinator.version + 1)
         coordinator.settled(trained=sum(item.kept for item in finished))
         coordinator.published(publication.version)
+        coordinator.needs(self._batches_left)  # a batch of few rows makes fewer updates than it should
         if self.engine.shares_weights and not self._lends:
             await self.engine.resume()
         self._producer.trained(finished)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import random
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from headrace.backends.base import Backend
+from headrace.backends.base import Asked, Backend
 from headrace.config import AlgorithmSection, RunConfig
 from headrace.data.sample import Sample
 from headrace.engine.base import SamplingParams
-from headrace.errors import DivergedError
+from headrace.errors import BackendError, DivergedError, PublicationError
 from headrace.pipeline.batcher import grad_scale, pack
 
 REINFORCE_LIKE = AlgorithmSection(loss="ppo_clip", clip_low=10.0, clip_high=10.0)
@@ -55,8 +57,8 @@ class BackendContract:
     def samples(self, backend: Backend, count: int = 8, seed: int = 0) -> list[Sample]:
         return random_samples(count, min(90, len(backend.tokenizer)), seed)
 
-    async def logprobs(self, backend: Backend, samples: list[Sample]) -> list[float]:
-        found = await backend.compute_logprobs(pack(samples, IMITATE, 64))
+    async def logprobs(self, backend: Backend, samples: list[Sample], of: Asked = "policy") -> list[float]:
+        found = await backend.compute_logprobs(pack(samples, IMITATE, 64), of)
         return [value for row in found for value in row]
 
     async def train(
@@ -67,6 +69,8 @@ class BackendContract:
         for batch in batches:
             await backend.forward_backward(batch, algorithm)
         await backend.optim_step(1e-3, grad_scale(batches, algorithm))
+
+    # ---- forward_backward -----------------------------------------------------------------------------------------
 
     async def test_training_raises_what_has_positive_advantage(self) -> None:
         backend = self.make_backend()
@@ -86,6 +90,39 @@ class BackendContract:
         before = await self.logprobs(backend, samples)
         await backend.forward_backward(pack(samples, IMITATE, 512), IMITATE)
         assert await self.logprobs(backend, samples) == before
+        await backend.close()
+
+    async def test_the_log_probability_of_every_trained_target_is_found(self) -> None:
+        backend = self.make_backend()
+        samples = [replace(s, temperature=heat) for s, heat in zip(self.samples(backend), (1.0, 0.7) * 4, strict=True)]
+        batch = pack(samples, REINFORCE_LIKE, 30)
+        assert len(batch.micro_batches) > 2
+        scored = await backend.compute_logprobs(batch)
+        found = await backend.forward_backward(batch, REINFORCE_LIKE)
+        assert [len(row) for row in scored] == [len(sample.tokens) - 1 for sample in samples]
+        assert [len(row) for row in found.logprobs] == [sample.trained_tokens for sample in samples]
+        for sample, trained, row in zip(samples, found.logprobs, scored, strict=True):
+            expected = [value for value, kept in zip(row, sample.loss_mask, strict=True) if kept]
+            assert list(trained) == pytest.approx(expected, abs=self.tolerance)
+        assert found.metrics.reduce()["tokens/trained"] == sum(sample.trained_tokens for sample in samples)
+        await backend.close()
+
+    async def test_a_recomputed_proximal_policy_makes_every_ratio_one(self) -> None:
+        backend = self.make_backend()
+        algorithm = AlgorithmSection(proximal="recompute", clip_low=0.01, clip_high=0.01)
+        found = await backend.forward_backward(pack(self.samples(backend), algorithm, 64), algorithm)
+        assert found.metrics.reduce()["policy/clip_fraction"] == 0.0
+        await backend.close()
+
+    async def test_the_loss_of_preferences_is_reported_per_pair_and_starts_at_ln_2(self) -> None:
+        backend = self.make_backend()
+        samples = self.samples(backend, 6)
+        scored = await backend.compute_logprobs(pack(samples, IMITATE, 512), of="reference")
+        pairs = [replace(s, reference_logprobs=tuple(row)) for s, row in zip(samples, scored, strict=True)]
+        algorithm = AlgorithmSection(loss="dpo", aggregation="sequence_mean_token_sum")
+        found = (await backend.forward_backward(pack(pairs, algorithm, 30, together=2), algorithm)).metrics.reduce()
+        assert found["dpo/loss"] == pytest.approx(math.log(2), abs=1e-4)
+        assert "policy/loss" not in found and "policy/entropy" in found
         await backend.close()
 
     @pytest.mark.parametrize("aggregation", AGGREGATIONS)
@@ -108,6 +145,41 @@ class BackendContract:
         for other in results[1:]:
             assert other == pytest.approx(results[0], rel=self.tolerance, abs=self.tolerance)
 
+    async def test_a_loss_that_is_not_finite_names_the_samples(self) -> None:
+        backend = self.make_backend()
+        good = self.samples(backend, 3)
+        nothing = tuple(float("nan") for _ in good[0].advantages)
+        bad = replace(good[0], advantages=nothing, task_id="the-broken-one")
+        with pytest.raises(DivergedError, match="the-broken-one"):
+            await backend.forward_backward(pack([*good, bad], REINFORCE_LIKE, 512), REINFORCE_LIKE)
+        await backend.close()
+
+    # ---- optim_step -----------------------------------------------------------------------------------------------
+
+    async def test_the_gradient_is_scaled_then_clipped(self) -> None:
+        norm, free = await self.one_step(grad_clip=0.0, grad_scale=0.1)
+        same_norm, clipped = await self.one_step(grad_clip=norm / 2, grad_scale=0.1)
+        _, halved = await self.one_step(grad_clip=0.0, grad_scale=0.05)
+        assert same_norm == pytest.approx(norm)
+        assert clipped == pytest.approx(halved, rel=self.tolerance, abs=self.tolerance)
+        assert clipped != pytest.approx(free, rel=self.tolerance, abs=self.tolerance)
+
+    async def one_step(self, grad_clip: float, grad_scale: float) -> tuple[float, list[float]]:
+        """The norm that a step reports, and the log-probabilities after it."""
+        backend = self.make_backend(optimizer={"eps": 1.0, "grad_clip": grad_clip})
+        samples = self.samples(backend)
+        await backend.forward_backward(pack(samples, IMITATE, 512), IMITATE)
+        metrics = await backend.optim_step(1e-2, grad_scale)
+        found = await self.logprobs(backend, samples)
+        await backend.close()
+        return metrics.reduce()["policy/grad_norm"], found
+
+    async def test_optim_step_without_a_gradient_is_an_error(self) -> None:
+        backend = self.make_backend()
+        with pytest.raises(BackendError, match="no accumulated gradient"):
+            await backend.optim_step(1e-3, 1.0)
+        await backend.close()
+
     async def test_optim_step_forgets_the_gradient(self) -> None:
         once, twice = self.make_backend(), self.make_backend()
         samples = self.samples(once)
@@ -119,7 +191,24 @@ class BackendContract:
         await once.close()
         await twice.close()
 
-    async def test_the_engine_samples_from_the_published_weights(self) -> None:
+    # ---- the reference --------------------------------------------------------------------------------------------
+
+    async def test_the_reference_stays_the_policy_as_the_run_began(self, tmp_path: Path) -> None:
+        backend, resumed = self.make_backend(), self.make_backend()
+        samples = self.samples(backend)
+        before = await self.logprobs(backend, samples)
+        await self.train(backend, samples, IMITATE)
+        await backend.save(tmp_path / "state")
+        await resumed.load(tmp_path / "state")
+        assert await self.logprobs(backend, samples) != pytest.approx(before, abs=self.tolerance)
+        for one in (backend, resumed):
+            assert await self.logprobs(one, samples, "reference") == pytest.approx(before, abs=self.tolerance)
+            await one.close()
+
+    # ---- publish --------------------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("temperature", [1.0, 0.7])
+    async def test_the_engine_samples_from_the_published_weights(self, temperature: float) -> None:
         backend = self.make_backend()
         engine = backend.create_engine()
         samples = self.samples(backend)
@@ -127,7 +216,8 @@ class BackendContract:
             await self.train(backend, samples, IMITATE)
         publication = await backend.publish(1)
         assert publication.version == 1
-        generation = await engine.generate(samples[0].tokens[:3], SamplingParams(max_tokens=8, ignore_eos=True), seed=3)
+        params = SamplingParams(temperature=temperature, max_tokens=8, ignore_eos=True)
+        generation = await engine.generate(samples[0].tokens[:3], params, seed=3)
         assert set(generation.versions) == {1}
         row = Sample(
             tokens=(*generation.prompt_ids, *generation.completion_ids),
@@ -135,21 +225,42 @@ class BackendContract:
             logprobs=(0.0, 0.0, *generation.logprobs),
             versions=(-1, -1, *generation.versions),
             advantages=(0.0, 0.0, *(0.0 for _ in generation.completion_ids)),
+            temperature=temperature,
         )
         learner = (await backend.compute_logprobs(pack([row], IMITATE, 512)))[0][2:]
         assert learner == pytest.approx(list(generation.logprobs), abs=1e-4)
         await engine.close()
         await backend.close()
 
-    async def test_the_fingerprint_changes_with_the_weights_and_only_then(self) -> None:
+    async def test_the_fingerprint_changes_with_the_weights_and_only_then(self, tmp_path: Path) -> None:
         backend = self.make_backend()
         engine = backend.create_engine()
         first, again = await backend.publish(1), await backend.publish(2)
+        await backend.save(tmp_path / "as-it-was")
         await self.train(backend, self.samples(backend), IMITATE)
         changed = await backend.publish(3)
-        assert first.fingerprint == again.fingerprint != changed.fingerprint
+        await backend.load(tmp_path / "as-it-was")
+        back = await backend.publish(4)
+        assert first.fingerprint == again.fingerprint == back.fingerprint != changed.fingerprint
         await engine.close()
         await backend.close()
+
+    async def test_weights_that_did_not_arrive_are_an_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        backend = self.make_backend()
+        engine = backend.create_engine()
+        before = await backend.publish(1)
+        await self.train(backend, self.samples(backend), IMITATE)
+
+        async def lose_weights(version: int, weights: Any = None) -> str:
+            return before.fingerprint
+
+        monkeypatch.setattr(engine, "load_weights", lose_weights)
+        with pytest.raises(PublicationError, match="version 2 did not arrive"):
+            await backend.publish(2)
+        await engine.close()
+        await backend.close()
+
+    # ---- checkpoints and start-up ---------------------------------------------------------------------------------
 
     async def test_a_loaded_checkpoint_goes_on_exactly_where_it_was_saved(self, tmp_path: Path) -> None:
         one, two = self.make_backend(), self.make_backend()
@@ -162,21 +273,6 @@ class BackendContract:
         assert await self.logprobs(one, samples) == await self.logprobs(two, samples)
         await one.close()
         await two.close()
-
-    async def test_a_loss_that_is_not_finite_names_the_samples(self) -> None:
-        backend = self.make_backend()
-        good = self.samples(backend, 3)
-        bad = Sample(
-            tokens=good[0].tokens,
-            loss_mask=good[0].loss_mask,
-            logprobs=good[0].logprobs,
-            versions=good[0].versions,
-            advantages=tuple(float("nan") for _ in good[0].advantages),
-            task_id="the-broken-one",
-        )
-        with pytest.raises(DivergedError, match="the-broken-one"):
-            await backend.forward_backward(pack([*good, bad], REINFORCE_LIKE, 512), REINFORCE_LIKE)
-        await backend.close()
 
     async def test_an_unknown_loss_is_an_error_at_start_up(self) -> None:
         backend = self.make_backend()

@@ -13,7 +13,7 @@ from headrace.config import AlgorithmSection, RunConfig
 from headrace.data.episode import Step
 from headrace.data.sample import TrainBatch
 from headrace.engine.base import RolloutEngine
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, PublicationError
 from headrace.metrics import MetricsAggregator
 
 Asked = Literal["policy", "reference"]
@@ -25,6 +25,16 @@ class Publication:
 
     version: int
     fingerprint: str
+
+    @classmethod
+    def confirmed(cls, version: int, ours: str, theirs: str) -> Publication:
+        """A publication that arrived: the learner's fingerprint is that of what the engine decodes with."""
+        if theirs != ours:
+            raise PublicationError(
+                f"version {version} did not arrive: the learner's weights have the fingerprint {ours}, the engine "
+                f"decodes with {theirs}; go on from the last checkpoint, and report it if it happens again"
+            )
+        return cls(version, ours)
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,7 +158,7 @@ class TrajectoryGroupBuffer:
         """Up to `count` groups to be trained again, the least used and newest first; stale ones are forgotten."""
         self._used = {g: (group, uses) for g, (group, uses) in self._used.items() if not is_stale(group)}
         ranked = sorted(self._used, key=lambda g: (self._used[g][1], -g))
-        return [self._used[group_id][0] for group_id in sorted(ranked[:count])]
+        return [self._used[group_id][0] for group_id in sorted(ranked[: max(count, 0)])]
 
 
 _BYTES_PER_TOKEN = 200  # id, log-probabilities, version and their share of the text, as Python objects

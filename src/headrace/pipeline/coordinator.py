@@ -47,7 +47,9 @@ class SyncCoordinator:
         self._ahead = batch_size * (1 + policy.max_staleness)
         self._window = self._ahead if over_sample is None else round(batch_size * (1 + over_sample))
         self._capacity = capacity or 2 * self._ahead
-        self._last_batch = None if batches is None else version + batches
+        self._last_batch: int | None = None
+        if batches is not None:
+            self.needs(batches)
         self._batches_opened = version
         self._paused = False
         self._running: dict[int, int] = {}
@@ -70,6 +72,10 @@ class SyncCoordinator:
         """The tasks of one more batch are drawn."""
         assert self.may_open_batch(), "a batch was opened beyond the staleness bound"
         self._batches_opened += 1
+
+    def needs(self, batches: int) -> None:
+        """From this version on, the run needs so many batches, and no more are opened."""
+        self._last_batch = self.version + batches
 
     def skipped(self) -> None:
         """An opened batch came to no update, so another may be opened for the same version."""

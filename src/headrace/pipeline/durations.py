@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 import random
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple, Protocol
 
 from headrace.config import RunConfig, SimulateSection
@@ -17,6 +16,8 @@ from headrace.track.jsonl import FILE_NAME, read_rows
 
 QUANTILES = (0, 10, 25, 50, 75, 90, 95, 99, 100)
 _SLOWEST = 0.9  # of a recorded run, the slowest tenth counts as slow
+_COME_TO_NOTHING = ("failed", "filtered")
+_MOST_BENT, _HALVINGS = 64, 16
 
 
 class Duration(NamedTuple):
@@ -65,42 +66,23 @@ class GivenDurations:
         return self._section.learn_s
 
 
-@dataclass(frozen=True, slots=True)
-class _Recorded:
-    """The durations of the groups that one step of a run saw become whole, by their quantiles."""
-
-    count: int
-    quantiles: tuple[float, ...]
-
-    def nth(self, place: int) -> float:
-        """Roughly the n-th shortest of them; exact where a quantile was recorded."""
-        percent = 50.0 if self.count == 1 else 100.0 * place / (self.count - 1)
-        right = max(1, bisect_left(QUANTILES, percent))
-        share = (percent - QUANTILES[right - 1]) / (QUANTILES[right] - QUANTILES[right - 1])
-        low, high = self.quantiles[right - 1], self.quantiles[right]
-        # between logarithms: a straight line would put a heavy tail's weight into the gap before it
-        return low * (high / low) ** share
-
-
 class RecordedDurations:
-    """Durations of a run, drawn from what its steps measured."""
+    """Durations of a run, drawn from what it measured."""
 
-    def __init__(self, groups: Sequence[_Recorded], learn_s: Sequence[float], failed: float, filtered: float) -> None:
-        self._groups = groups
-        self._until = list(accumulate(step.count for step in groups))
+    def __init__(self, groups_s: Sequence[float], learn_s: Sequence[float], failed: float, filtered: float) -> None:
+        self._groups_s = groups_s
         self._learn_s = learn_s
         self.failed_share = failed
         self.filtered_share = filtered
-        everything = sorted(step.nth(place) for step in groups for place in range(step.count))
-        self._slow_from = everything[int(_SLOWEST * (len(everything) - 1))]
+        self._slow_from = sorted(groups_s)[int(_SLOWEST * (len(groups_s) - 1))]
 
     @classmethod
     def read(cls, run_dir: Path) -> RecordedDurations:
         """From the run's metrics."""
         rows = list(read_rows(run_dir / FILE_NAME).values())
-        groups = [recorded for row in rows if (recorded := _recorded(row)) is not None]
+        groups_s = [seconds for row in rows for seconds in recorded_groups(row)]
         learn_s = [row["time/train_s"] for row in rows if row.get("time/train_s")]
-        if not groups or not learn_s:
+        if not groups_s or not learn_s:
             raise ConfigError(
                 f"{run_dir / FILE_NAME} holds no step with time/group_s and time/train_s to simulate from; "
                 f'give the folder of a run that has trained, with tracker "jsonl", or set simulate.group_s and learn_s'
@@ -108,22 +90,42 @@ class RecordedDurations:
         last = next(row for row in reversed(rows) if "time/train_s" in row)
         settled = last.get("episodes/dispatched", 0.0) - last.get("episodes/pending", 0.0)
         failed, filtered = (last.get(f"episodes/{end}", 0.0) / settled if settled else 0.0 for end in _COME_TO_NOTHING)
-        return cls(groups, learn_s, failed, filtered)
+        return cls(groups_s, learn_s, failed, filtered)
 
     def group(self, rng: random.Random) -> Duration:
-        index = rng.randrange(self._until[-1])
-        step = self._groups[bisect_right(self._until, index)]
-        seconds = step.nth(rng.randrange(step.count))
+        seconds = rng.choice(self._groups_s)
         return Duration(seconds, seconds > self._slow_from)
 
     def learn_s(self, rng: random.Random) -> float:
         return rng.choice(self._learn_s)
 
 
-_COME_TO_NOTHING = ("failed", "filtered")
-
-
-def _recorded(row: Mapping[str, float]) -> _Recorded | None:
+def recorded_groups(row: Mapping[str, float]) -> list[float]:
+    """The durations of the groups that a step saw become whole, as far as their quantiles and mean tell."""
     count = int(row.get("time/group_s/count", 0))
-    quantiles = tuple(row.get(f"time/group_s/q{quantile:02d}", 0.0) for quantile in QUANTILES)
-    return _Recorded(count, quantiles) if count > 0 and min(quantiles) > 0 else None
+    quantiles = [row.get(f"time/group_s/q{quantile:02d}", 0.0) for quantile in QUANTILES]
+    if count <= 0 or min(quantiles) <= 0:
+        return []
+    mean, low, high = row.get("time/group_s/mean"), 1 / _MOST_BENT, float(_MOST_BENT)
+    if mean is None:
+        return _between(count, quantiles, 1.0)
+    for _ in range(_HALVINGS):
+        bend = math.sqrt(low * high)
+        if fmean(_between(count, quantiles, bend)) > mean:
+            low = bend
+        else:
+            high = bend
+    return _between(count, quantiles, math.sqrt(low * high))
+
+
+def _between(count: int, quantiles: Sequence[float], bend: float) -> list[float]:
+    """So many durations with these quantiles. Those in between lie nearer to the lower one the larger `bend` is."""
+    found: list[float] = []
+    for place in range(count):
+        percent = 50.0 if count == 1 else 100.0 * place / (count - 1)
+        right = max(1, bisect_left(QUANTILES, percent))
+        share = (percent - QUANTILES[right - 1]) / (QUANTILES[right] - QUANTILES[right - 1])
+        shorter, longer = quantiles[right - 1], quantiles[right]
+        # between logarithms: a straight line would put a heavy tail's weight into the gap before it
+        found.append(shorter * (longer / shorter) ** (share**bend))
+    return found

@@ -103,7 +103,7 @@ class LocalBackend:
         if self._engine is None:
             raise BackendError("publish was called before create_engine; there is no one to hand weights to")
         every = self._config.distill.refresh_every
-        if every and version % every == 0:
+        if every and version and version % every == 0:
             await self._on_worker(lambda: self._the_teacher().copy_from(self._trained_weights()))
         stage = self._engine.stage if isinstance(self._engine, ProcessEngine) else lambda: None
         ours, staged = await self._on_worker(lambda: (self.fingerprint(), stage()))

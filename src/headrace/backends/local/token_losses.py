@@ -11,7 +11,8 @@ from torch import Tensor
 from headrace.backends.base import offending_samples
 from headrace.backends.local.tokens import TokenTensors
 from headrace.backends.losses import Figures, Loss, LossContext, correction_weights, kl_penalty
-from headrace.config import AlgorithmSection
+from headrace.combinations import chosen
+from headrace.config import AlgorithmSection, RunConfig
 from headrace.data.sample import NO_VERSION, Sample, TrainBatch
 from headrace.errors import BackendError, DataError, DivergedError
 from headrace.metrics import MetricsAggregator, Reducer
@@ -60,14 +61,14 @@ def token_losses(
         figures["policy/kl_to_reference"] = divergence_M.detach()
     if algorithm.entropy_coef:
         loss_M = loss_M - algorithm.entropy_coef * entropy_M
-    if algorithm.loss != "dpo":  # which reports its loss per pair
-        figures["policy/loss"] = loss_M.detach()
-    return loss_M, {**figures, "policy/entropy": entropy_M.detach()}
+    return loss_M, figures
 
 
-def record_figures(metrics: MetricsAggregator, figures: Figures) -> None:
-    """Each as the mean of its values, weighed by how many there are."""
-    for key, values in figures.items():
+def record_losses(metrics: MetricsAggregator, loss_M: Tensor, entropy_M: Tensor, figures: Figures) -> None:
+    """How many tokens were trained, and each figure as its mean, weighed by how many values it has."""
+    metrics.record("tokens/trained", loss_M.numel(), Reducer.SUM)
+    whole = {} if "dpo/loss" in figures else {"policy/loss": loss_M}  # dpo reports its loss per pair
+    for key, values in {**figures, **whole, "policy/entropy": entropy_M}.items():
         if values.numel():
             metrics.record(key, float(values.detach().mean()), Reducer.WEIGHTED_MEAN, weight=values.numel())
 
@@ -81,6 +82,12 @@ def require_finite(loss_M: Tensor, row_M: Tensor, batch: TrainBatch, indices: Se
             f"the loss is not finite in {len(bad_rows)} of {len(indices)} samples; lower optimizer.lr or look at "
             f"these:\n{report}"
         )
+
+
+def require_known_losses(config: RunConfig) -> None:
+    """Raise ConfigError for the name of a loss that there is not: at start-up, before a model is loaded."""
+    for name in chosen(config.algorithm, "loss"):
+        resolve("loss", name)
 
 
 def require_trainable(algorithm: AlgorithmSection, batch: TrainBatch) -> None:
