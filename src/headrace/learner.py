@@ -34,9 +34,10 @@ class Learner:
         self._finished: list[FinishedGroup] = []
         self.metrics = MetricsAggregator()
 
-    async def learn(self, finished: Sequence[FinishedGroup]) -> None:
-        """Add some groups to the step."""
-        prepared = await self._objective.prepare([g for item in finished for g in item.groups], self._version)
+    async def learn(self, finished: Sequence[FinishedGroup], again: Sequence[FinishedGroup] = ()) -> None:
+        """Add some groups to the step, and some that were trained before: those are reported only once."""
+        groups = [group for item in (*finished, *again) for group in item.groups]
+        prepared = await self._objective.prepare(groups, self._version)
         self.metrics.merge(prepared.metrics)
         self._finished += finished
         if prepared.part is not None:

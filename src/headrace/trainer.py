@@ -67,6 +67,7 @@ class UnifiedTrainer:
         self._own_callbacks = [*named, *callbacks]
         self._stop_requested = False
         self._skipped_in_a_row = 0
+        self._taken_beyond = 0
         self._warned: set[str] = set()
         self._first_evaluation: dict[str, float] = {}
         self._last_evaluation: dict[str, float] = {}
@@ -187,7 +188,7 @@ class UnifiedTrainer:
                     await self._lend_memory()
                     self._learner.metrics.record("memory/generate_peak_mb", peak_mb, Reducer.MAX)
                 with self._clock.training():
-                    await self._learner.learn([*some, *again])
+                    await self._learner.learn(some, again)
         if self._learner.has_something:
             with self._clock.training():
                 await self._update(finished, again)
@@ -200,6 +201,9 @@ class UnifiedTrainer:
             self._skip(finished)
         self._clock.restart()
         self._coordinator.resume()
+        if self.step < self.config.trainer.steps:  # due groups beyond the batch were later batches': they need others
+            self._producer.refill(self._taken_beyond)
+        self._taken_beyond = 0
         self._changes.notify()
 
     async def _lend_memory(self) -> None:
@@ -225,6 +229,7 @@ class UnifiedTrainer:
         some = self._buffer.take(count, first)
         for group in some:
             self._coordinator.taken(group.group_id)
+        self._taken_beyond += max(len(some) - max(wanted, 0), 0)
         self._changes.notify()
         return some
 
@@ -300,13 +305,16 @@ class UnifiedTrainer:
     async def _drained(self) -> None:
         """Without partial rollouts, wait until nothing is in flight."""
         if not self.config.trainer.partial_rollouts:
-            await self._changes.until(lambda: self._coordinator.in_flight == 0)
+            with self._clock.waiting():
+                await self._changes.until(lambda: self._coordinator.in_flight == 0)
 
     def _skip(self, finished: list[FinishedGroup]) -> None:
         """Nothing in the batch can be trained: no update, and another batch in its place."""
         self._coordinator.settled(filtered=sum(item.kept for item in finished))
         self._coordinator.skipped()
         self._producer.trained(finished)
+        for group in finished:
+            self._producer.bias.dropped(group)
         found = self._learner.metrics.reduce()
         why = {key: value for key, value in found.items() if value and not key.startswith("memory/")}
         self._trackers.message(f"no update: the batch holds nothing to train {why}")
@@ -385,10 +393,10 @@ class UnifiedTrainer:
     async def evaluate(self, pinned: bool = False) -> dict[str, float]:
         """Evaluate every set; `pinned` keeps the weights of now for it while training goes on."""
         step = self.step
-        await self._callbacks.call("on_validation_start", step)
-        if pinned:
+        if pinned:  # first of all: a callback may take its time, and the weights would change
             await self.engine.pin()
         try:
+            await self._callbacks.call("on_validation_start", step)
             found = await self._parts.evaluator.evaluate(self._parts.eval_manager)
         finally:
             if pinned:

@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from contracts.engine_harness import EngineHarness, Start, soon, submitted, under_way
+from contracts.engine_harness import EngineHarness, Start, soon, submitted, under_way, until
 from headrace.engine.base import EvaluationView, Generation, RolloutEngine, SamplingParams
 from headrace.errors import EngineError
 
@@ -122,6 +122,17 @@ class WeightsContract(EngineHarness):
         assert set((await soon(late)).versions) == {1}
         assert await soon(engine.pin()) == 1
 
+    async def test_unpinning_does_not_wait_for_requests_that_were_cancelled(self, start: Start) -> None:
+        engine = start(max_batch=1)
+        await soon(engine.pin())
+        tasks = [self.asked(engine, self.long, seed, pinned=True) for seed in range(3)]
+        await submitted(engine, 3)
+        await under_way(engine, 5)
+        for task in tasks:
+            task.cancel()
+        await soon(engine.unpin())  # though the engine is paused
+        assert (engine.health().running, engine.health().waiting) == (0, 0)
+
     async def test_one_version_is_pinned_at_a_time(self, start: Start) -> None:
         engine = start()
         with pytest.raises(EngineError, match="nothing is pinned"):
@@ -184,8 +195,9 @@ class WeightsContract(EngineHarness):
         await under_way(engine, 20)
         await soon(engine.release_cache())
         doomed.cancel()
+        await until(lambda: engine.health().running == 1)
         joined = self.asked(engine, 90)
-        await submitted(engine, 3)
+        await submitted(engine, 2)
         await engine.resume()
         for made in await soon(asyncio.gather(kept, joined)):
             self.assert_same(made, alone)

@@ -6,15 +6,20 @@ tokenised again. A history that was changed (compaction, stripped thinking) star
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import inspect
+import json
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from headrace.agents.chat import ChatTemplate
+from headrace.agents.record import EpisodeRecord, NoRecord, call_digest, tool_digest
 from headrace.data.episode import FinishReason, ModelOutput, OwnedMessages, Step, Trajectory
 from headrace.data.seeds import derive_seed
 from headrace.data.task import Message
 from headrace.engine.base import Generates, SamplingParams
+from headrace.errors import WorkflowError
 
 
 class Model:
@@ -24,13 +29,20 @@ class Model:
     """
 
     def __init__(
-        self, engine: Generates, chat: ChatTemplate, sampling: SamplingParams, seed: int, training: bool = True
+        self,
+        engine: Generates,
+        chat: ChatTemplate,
+        sampling: SamplingParams,
+        seed: int,
+        training: bool = True,
+        record: EpisodeRecord | None = None,
     ) -> None:
         self._engine = engine
         self._template = chat
         self._sampling = sampling
         self._seed = seed
-        self._calls = 0
+        self._record = record or NoRecord()
+        self._calls = self._results = 0
         # by role and number, in the order in which the calls began; None until the answer is there
         self._answered: dict[str, dict[int, tuple[ModelOutput, Step] | None]] = {}
         self.diverged_prefixes = 0
@@ -50,12 +62,56 @@ class Model:
         call, self._calls = self._calls, self._calls + 1
         answered[call] = None  # its place: of calls side by side, a late answer stands where it was asked for
         try:
-            generation = await self._engine.generate(prompt_ids, params, derive_seed(self._seed, call))
-            output = replace(self._template.parse(generation, stop=params.stop or ()), call=call)
+            output = await self._answer(prompt_ids, params, call, role, history)
         except BaseException:
             del answered[call]  # the conversation goes on from the answer before
             raise
         answered[call] = (output, Step.from_model_output(output, history))
+        return output
+
+    async def tool(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        """Call a tool, plain (in a thread) or async. After a crash its recorded answer is handed back instead.
+
+        What it returns must be data that JSON can hold: that is what the record keeps, and what is returned.
+        """
+        name = getattr(function, "__name__", type(function).__name__)
+
+        async def call() -> Any:
+            if inspect.iscoroutinefunction(function):
+                return await function(*arguments, **named)
+            return await asyncio.to_thread(function, *arguments, **named)
+
+        return await self.recorded("tool", name, [arguments, named], call)
+
+    async def recorded(self, kind: str, name: str, request: Any, call: Callable[[], Awaitable[Any]]) -> Any:
+        """The recorded answer to a request, or a live one, which is recorded."""
+        number, self._results = self._results, self._results + 1
+        digest = tool_digest(name, request) if self._record.keeps else ""
+        known = self._record.recall_result(number, digest)
+        if known is not None:
+            await asyncio.sleep(0)  # as a live call would: others may go on
+            return known[0]
+        answer = await call()
+        try:
+            payload = json.loads(json.dumps(answer))
+        except (TypeError, ValueError) as error:
+            raise WorkflowError(f'{kind} "{name}" must answer with data that JSON can hold: {error}') from error
+        self._record.resulted(number, kind, name, digest, payload)
+        return payload
+
+    async def _answer(
+        self, prompt_ids: tuple[int, ...], params: SamplingParams, call: int, role: str, history: OwnedMessages
+    ) -> ModelOutput:
+        """What was recorded for this call, or what the engine samples now."""
+        seed = derive_seed(self._seed, call)
+        digest = call_digest(prompt_ids, params, seed, role) if self._record.keeps else ""
+        known = self._record.recall_call(call, digest)
+        if known is not None:
+            await asyncio.sleep(0)  # as a live call would: others may go on
+            return known
+        generation = await self._engine.generate(prompt_ids, params, seed)
+        output = replace(self._template.parse(generation, stop=params.stop or ()), call=call)
+        self._record.called(output, role, seed, digest, history)
         return output
 
     def trajectories(self, reward: float | None = None) -> list[Trajectory]:

@@ -9,20 +9,22 @@ import math
 import os
 import sysconfig
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from headrace.agents.chat import ChatTemplate
 from headrace.agents.completer import Model
+from headrace.agents.record import EpisodeRecord, Journal, NoJournal
 from headrace.agents.workflow import Outcome, RunFunction, is_no_room, until_no_room
 from headrace.data.episode import Episode, FinishReason, TerminationReason, Trajectory, is_number
 from headrace.data.seeds import derive_seed
 from headrace.data.task import Task
 from headrace.engine.base import Generates, SamplingParams
 from headrace.errors import EngineError, PromptTooLongError, WorkflowError
-from headrace.judge.base import Judger
+from headrace.judge.base import Judger, Verdict
 
 log = logging.getLogger("headrace")
 
@@ -53,6 +55,7 @@ class AgentLoopManager:
         timeout_s: float = 600.0,
         needs_reward: Callable[[str], bool] = lambda role: True,
         training: bool = True,
+        journal: Journal | None = None,
     ) -> None:
         self._run = run
         self._engine = engine
@@ -61,17 +64,21 @@ class AgentLoopManager:
         self._timeout_s = timeout_s
         self._needs_reward = needs_reward
         self._training = training
+        self.journal = journal or NoJournal()
         self._places = asyncio.Semaphore(max_concurrent)
 
     async def roll_out_group(
         self, task: Task, group_id: int, count: int, seed: int, sampling: SamplingParams,
-        on_episode: Callable[[Episode], None] | None = None,
+        on_episode: Callable[[Episode], None] | None = None, known: Mapping[int, Episode] = MappingProxyType({}),
     ) -> list[Episode]:  # fmt: skip
-        """`count` rollouts of one task. Their seeds depend on (seed, group_id, rollout_idx) only."""
+        """`count` rollouts of one task. Their seeds depend on (seed, group_id, rollout_idx) only.
+
+        `known` holds episodes that were rolled out before a crash.
+        """
 
         async def one(index: int) -> Episode:
             spec = RolloutSpec(task, group_id, index, derive_seed(seed, group_id, index))
-            episode = await self.roll_out(spec, sampling)
+            episode = known[index] if index in known else await self.roll_out(spec, sampling)
             if on_episode is not None:
                 on_episode(episode)
             return episode
@@ -86,26 +93,41 @@ class AgentLoopManager:
         A prompt that outgrows the model ends the episode; it has failed only if nothing was said before.
         """
         async with self._places:
-            model = Model(self._engine, self._chat, sampling, spec.seed, self._training)
-            deadline = asyncio.timeout(self._timeout_s)
-            try:
-                async with deadline:
-                    own = copy.deepcopy(spec.task)  # a workflow that changes its task changes no sibling's
-                    outcome = await until_no_room(self._run, own, model)
-                    episode = _to_episode(outcome, model, spec)
-                    return await self._judge(spec.task, episode)
-            except (Exception, asyncio.CancelledError) as error:
-                _raise_if_not_the_users(error)
-                if deadline.expired():
-                    return _failed(spec, model, TerminationReason.TIMEOUT, f"took longer than {self._timeout_s:g} s")
-                # user code: the episode fails, its siblings and the run go on
-                reason = TerminationReason.LENGTH if is_no_room(error) else TerminationReason.ERROR
-                while isinstance(error, BaseExceptionGroup):  # of a TaskGroup in the workflow
-                    error = error.exceptions[0]
-                log.warning("episode of task %s failed: %s", spec.task.id, _user_line(error))
-                return _failed(spec, model, reason, f"{type(error).__name__}: {error}")
+            record = self.journal.open(spec.group_id, spec.rollout_idx, spec.seed)
+            episode = await self._attempt(spec, sampling, record)
+            while record.diverged:
+                log.warning(
+                    "the workflow did not do again what it did before the crash: the episode of task %s is restarted",
+                    spec.task.id,
+                )
+                record = self.journal.restart(record)
+                episode = await self._attempt(spec, sampling, record)
+            episode = replace(episode, attempt=record.attempt)
+            record.finished(episode)
+            return episode
 
-    async def _judge(self, task: Task, episode: Episode) -> Episode:
+    async def _attempt(self, spec: RolloutSpec, sampling: SamplingParams, record: EpisodeRecord) -> Episode:
+        model = Model(self._engine, self._chat, sampling, spec.seed, self._training, record)
+        deadline = asyncio.timeout(self._timeout_s)
+        try:
+            async with deadline:
+                own = copy.deepcopy(spec.task)  # a workflow that changes its task changes no sibling's
+                outcome = await until_no_room(self._run, own, model)
+                episode = _to_episode(outcome, model, spec)
+                return await self._judge(spec.task, episode, model)
+        except (Exception, asyncio.CancelledError) as error:
+            _raise_if_not_the_users(error)
+            if deadline.expired():
+                return _failed(spec, model, TerminationReason.TIMEOUT, f"took longer than {self._timeout_s:g} s")
+            # user code: the episode fails, its siblings and the run go on
+            reason = TerminationReason.LENGTH if is_no_room(error) else TerminationReason.ERROR
+            while isinstance(error, BaseExceptionGroup):  # of a TaskGroup in the workflow
+                error = error.exceptions[0]
+            if not record.diverged:
+                log.warning("episode of task %s failed: %s", spec.task.id, _user_line(error))
+            return _failed(spec, model, reason, f"{type(error).__name__}: {error}")
+
+    async def _judge(self, task: Task, episode: Episode, model: Model) -> Episode:
         if episode.failed:
             return episode
         _require_finite_rewards(episode)
@@ -119,7 +141,7 @@ class AgentLoopManager:
                 "the workflow returned no reward and the run has no judger; return a number or set workflow.judger"
                 + ("; where a prompt may outgrow the model, the workflow can catch PromptTooLongError" if cut else "")
             )
-        verdict = await self._judger.judge(task, episode)
+        verdict = await self._verdict(self._judger, task, episode, model)
         if not math.isfinite(verdict.reward):
             raise WorkflowError(f"the judger gave the reward {verdict.reward}; a reward must be a finite number")
         trajectories = tuple(
@@ -130,6 +152,14 @@ class AgentLoopManager:
         return replace(
             episode, trajectories=trajectories, is_correct=correct, metrics={**episode.metrics, **verdict.metrics}
         )
+
+    async def _verdict(self, judger: Judger, task: Task, episode: Episode, model: Model) -> Verdict:
+        async def judge() -> Any:
+            verdict = await judger.judge(task, episode)
+            correct = None if verdict.is_correct is None else bool(verdict.is_correct)
+            return [verdict.reward, correct, {name: float(value) for name, value in verdict.metrics.items()}]
+
+        return Verdict(*await model.recorded("judger", type(judger).__name__, [task.id, episode.text], judge))
 
     def _lacks_reward(self, episode: Episode) -> bool:
         """Whether a reward is missing that training, or evaluation, cannot do without."""

@@ -45,14 +45,17 @@ class Lane:
             if taken and budget < len(queue[0].prompt):
                 break
             request = queue.popleft()
-            if request.result.cancelled():
-                continue
             budget -= len(request.prompt)
             taken.append(request)
         return taken
 
-    def drop_cancelled(self) -> None:
-        """Free the places of requests that no one waits for."""
+    def drop_cancelled_waiting(self) -> None:
+        """Forget waiting requests whose callers have gone."""
+        self.urgent = deque(r for r in self.urgent if not r.result.cancelled())
+        self.waiting = deque(r for r in self.waiting if not r.result.cancelled())
+
+    def drop_cancelled_running(self) -> None:
+        """Free the places of running requests whose callers have gone."""
         for request in [r for r in self.running if r.result.cancelled()]:
             self._leave(request)
 

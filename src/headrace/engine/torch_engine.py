@@ -74,6 +74,7 @@ class TorchEngine:
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._wake = threading.Condition()
         self._paused = False
+        self._dropping = False  # whether cancelled requests are about to be dropped
         self._closing = False
         self._error: BaseException | None = None
         self._generated = 0
@@ -99,7 +100,11 @@ class TorchEngine:
             else:
                 (self._live.urgent if pinned else self._live.waiting).append(request)
             self._wake.notify()
-        return await asyncio.wrap_future(request.result)  # cancelling the caller cancels the request's future
+        try:
+            return await asyncio.wrap_future(request.result)
+        except asyncio.CancelledError:
+            self._cancel(request)
+            raise
 
     async def compute_logprobs(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
         checked = [self._checked_ids(row) for row in rows]
@@ -208,6 +213,15 @@ class TorchEngine:
             self._wake.notify()
         return await asyncio.wrap_future(future)
 
+    def _cancel(self, request: Request) -> None:
+        """Free the request's place, even while the engine is paused: someone may wait for that."""
+        request.result.cancel()
+        with self._wake:
+            if not self._dropping:
+                self._dropping = True
+                self._calls.append((self._drop_cancelled, Future()))
+                self._wake.notify()
+
     def _check_usable(self) -> None:
         if self._error is not None:
             raise EngineError(f"the engine has stopped: {_describe(self._error)}") from self._error
@@ -250,8 +264,16 @@ class TorchEngine:
     def _decodable(self) -> bool:
         return not self._paused and any(lane.busy for lane in self._lanes())
 
+    def _drop_cancelled(self) -> None:
+        with self._wake:
+            self._dropping = False
+            for lane in self._lanes():
+                lane.drop_cancelled_waiting()
+        for lane in self._lanes():
+            lane.drop_cancelled_running()
+        self._finish_unpinning()
+
     def _advance(self, lane: Lane) -> None:
-        lane.drop_cancelled()
         with self._wake:
             joined = lane.take_waiting()
         ended = lane.advance(joined)

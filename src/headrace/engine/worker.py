@@ -44,7 +44,8 @@ class Worker:
                     self._tasks[message.number].cancel()
             else:
                 # tasks begin in the order in which they are made, so requests keep theirs
-                self._tasks[message.number] = asyncio.create_task(self._answer(message))
+                task = self._tasks[message.number] = asyncio.create_task(self._answer(message))
+                task.add_done_callback(lambda _, number=message.number: self._tasks.pop(number))
 
     async def _open(self, given: Open) -> None:
         try:
@@ -78,8 +79,6 @@ class Worker:
             error = raised
         except Exception as raised:  # a bug of ours; the learner must hear of it
             error = EngineError(f"{call.method} failed in the engine process: {type(raised).__name__}: {raised}")
-        finally:
-            del self._tasks[call.number]
         self._send(Answer(call.number, value, error, self._engine.health()))
 
     async def _watch(self, every_s: float) -> None:

@@ -33,6 +33,15 @@ class StepClock:
         finally:
             self._train_s += time.perf_counter() - started
 
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count this as waiting, in the midst of training."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._train_s -= time.perf_counter() - started
+
     def restart(self) -> None:
         """Begin a step now: what came before (an evaluation) belongs to none."""
         self._begin()

@@ -26,7 +26,7 @@ from headrace.data.episode import Step
 from headrace.data.sample import TrainBatch
 from headrace.engine.process import ProcessEngine
 from headrace.engine.torch_engine import TorchEngine
-from headrace.errors import BackendError, ConfigError, DivergedError, PublicationError
+from headrace.errors import BackendError, ConfigError, DivergedError
 from headrace.metrics import MetricsAggregator, Reducer
 from headrace.models.catalog import resolve_model
 from headrace.models.causal import PackedRows, build_causal_model
@@ -107,13 +107,7 @@ class LocalBackend:
             await self._on_worker(lambda: self._the_teacher().copy_from(self._trained_weights()))
         stage = self._engine.stage if isinstance(self._engine, ProcessEngine) else lambda: None
         ours, staged = await self._on_worker(lambda: (self.fingerprint(), stage()))
-        theirs = await self._engine.load_weights(version, staged)
-        if theirs != ours:
-            raise PublicationError(
-                f"version {version} did not arrive: the learner's weights have the fingerprint {ours}, the engine "
-                f"decodes with {theirs}; go on from the last checkpoint, and report it if it happens again"
-            )
-        return Publication(version, ours)
+        return Publication.confirmed(version, ours, await self._engine.load_weights(version, staged))
 
     async def save(self, folder: Path) -> None:
         await self._on_worker(lambda: self._save(folder))
