@@ -1,18 +1,26 @@
-"""The buffer: whole groups, filtered, in the order of their dispatch."""
+"""The buffer: episodes become whole groups, filtered, handed out in order, on disk if they are many."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fakes import episode, step, trajectory
-from headrace.config import AlgorithmSection, FilterSection, RoleSection, RunConfig, WorkflowSection
-from headrace.data.episode import Episode, TerminationReason, Trajectory, TrajectoryGroup
+from headrace.config import (
+    AlgorithmSection,
+    FilterSection,
+    ProduceSection,
+    RoleSection,
+    RunConfig,
+    TrainerSection,
+    WorkflowSection,
+)
+from headrace.data.episode import Episode, Step, TerminationReason, Trajectory, TrajectoryGroup
 from headrace.errors import DataError, WorkflowError
-from headrace.pipeline.buffer import TrajectoryGroupBuffer, form_groups, group_by_step
+from headrace.pipeline.buffer import FinishedGroup, TrajectoryGroupBuffer, form_groups, group_by_step
 
 FAILED = episode(1.0, error="broke")
 
@@ -45,15 +53,15 @@ def test_failed_episodes_are_left_out_and_counted() -> None:
     assert finished.dropped_because is None
 
 
-async def test_a_group_whose_episodes_all_failed_is_dropped() -> None:
+def test_a_group_whose_episodes_all_failed_is_dropped() -> None:
     kept = buffer()
     assert kept.add(0, [FAILED, FAILED]).dropped_because == "every episode failed"
     kept.add(1, [episode(1.0)])
-    assert [item.group_id for item in await kept.take(1)] == [1]
+    assert [item.group_id for item in kept.take(1)] == [1]
 
 
 @pytest.mark.parametrize("rewards", [(1.0, 1.0, 1.0), (0.0, 0.0), (0.5,)])
-async def test_a_uniform_group_is_dropped_when_asked_for(rewards: tuple[float, ...]) -> None:
+def test_a_uniform_group_is_dropped_when_asked_for(rewards: tuple[float, ...]) -> None:
     episodes = [episode(reward) for reward in rewards]
     assert buffer(drop_uniform=True).add(0, episodes).dropped_because == "uniform rewards"
     assert buffer().add(0, episodes).dropped_because is None
@@ -143,20 +151,164 @@ def test_a_grouping_hook_is_called_by_the_name_that_the_run_file_gives_it() -> N
         TrajectoryGroupBuffer(config, lambda episodes: 1 / 0).add(0, [episode(1.0)])  # type: ignore[return-value]
 
 
-async def test_take_waits_until_there_are_enough_groups() -> None:
-    kept = buffer(drop_uniform=True)
-    taken = asyncio.create_task(kept.take(2))
-    for group_id, rewards in enumerate([(1.0, 0.0), (1.0, 1.0), (0.5, 0.0)]):  # the second is dropped
-        await asyncio.sleep(0)
-        assert not taken.done()
-        kept.add(group_id, [episode(reward) for reward in rewards])
-    assert [item.group_id for item in await asyncio.wait_for(taken, 1)] == [0, 2]
+# ---- from episodes to groups -----------------------------------------------------------------------------------------
 
 
-async def test_groups_come_in_the_order_of_their_dispatch_and_once() -> None:
+def of_group(group_id: int, rollout_idx: int, reward: float = 1.0, **fields: Any) -> Episode:
+    return episode(reward, group_id=group_id, rollout_idx=rollout_idx, **fields)
+
+
+def test_a_group_is_whole_when_its_last_episode_comes() -> None:
     kept = buffer()
+    assert kept.add_episode(of_group(4, 2), 3) is None and kept.partial_groups == 1
+    assert kept.add_episode(of_group(5, 0), 3) is None and kept.partial_groups == 2
+    assert kept.add_episode(of_group(4, 0), 3) is None
+    assert len(kept) == 0 and 4 not in kept
+    finished = kept.add_episode(of_group(4, 1), 3)
+    assert finished is not None and finished.group_id == 4 and finished.kept == 3
+    assert [one.rollout_idx for one in finished.episodes] == [0, 1, 2]
+    assert len(kept) == 1 and 4 in kept and kept.partial_groups == 1
+
+
+def test_a_group_that_is_dropped_when_whole_leaves_nothing_behind() -> None:
+    kept = buffer(drop_uniform=True)
+    assert kept.add_episode(of_group(4, 0), 2) is None
+    finished = kept.add_episode(of_group(4, 1), 2)
+    assert finished is not None and finished.dropped_because == "uniform rewards"
+    assert (finished.kept, finished.filtered, finished.failed) == (0, 2, 0)
+    assert len(kept) == 0 and kept.partial_groups == 0
+
+
+def test_failed_filtered_and_kept_episodes_add_up() -> None:
+    cut = episode(1.0, termination=TerminationReason.LENGTH)
+    finished = buffer(drop_terminations=("length",)).add(0, [episode(1.0), FAILED, cut, episode(0.0)])
+    assert (finished.kept, finished.failed, finished.filtered) == (2, 1, 1)
+
+
+# ---- hand-out --------------------------------------------------------------------------------------------------------
+
+
+def sampled(*versions: int) -> Episode:
+    """An episode whose tokens were sampled under these versions."""
+    return Episode("t", (Trajectory((step([1], range(2, 2 + len(versions)), versions=versions),), reward=1.0),))
+
+
+def ordered(order: Any, spill_dir: Path | None = None, **produce: Any) -> TrajectoryGroupBuffer:
+    return TrajectoryGroupBuffer(RunConfig(produce=ProduceSection(order=order, **produce)), spill_dir=spill_dir)
+
+
+def ids(groups: Sequence[FinishedGroup]) -> list[int]:
+    return [group.group_id for group in groups]
+
+
+@pytest.mark.parametrize(
+    ("order", "first", "second"),
+    [("fifo", [2, 5], [0, 9]), ("newest", [0, 9], [2, 5]), ("oldest_version", [5, 9], [0, 2])],
+)
+def test_the_order_says_which_groups_come_first(order: str, first: list[int], second: list[int]) -> None:
+    kept = ordered(order)
+    for group_id, version in ((5, 1), (2, 3), (9, 2), (0, 3)):
+        kept.add(group_id, [sampled(version + 1, version)])
+    assert ids(kept.take(2)) == first, "sorted by their dispatch"
+    assert ids(kept.take(5)) == second and len(kept) == 0
+
+
+def test_the_oldest_token_of_any_episode_is_the_age_of_a_group() -> None:
+    finished = buffer().add(0, [sampled(3, 4), sampled(4, 2), sampled(5)])
+    assert finished.oldest_version == 2
+    assert buffer().add(0, [Episode("t", (Trajectory((Step((1,), (2,)),), reward=1.0),))]).oldest_version is None
+
+
+def test_groups_named_first_are_taken_whatever_the_order() -> None:
+    kept = ordered("fifo")
     for group_id in (5, 2, 9, 0):
         kept.add(group_id, [episode(1.0)])
-    assert [item.group_id for item in await kept.take(3)] == [0, 2, 5]
+    assert ids(kept.take(2, first=[0])) == [0, 5]
+    assert ids(kept.take(1, first=[9, 2])) == [2, 9], "all of them, even if they are more"
     kept.add(7, [episode(1.0)])
-    assert [item.group_id for item in await kept.take(2)] == [7, 9]
+    assert ids(kept.take(1, first=[3])) == [7], "one that is not there is passed over"
+
+
+# ---- waiting on disk -------------------------------------------------------------------------------------------------
+
+
+def test_groups_beyond_the_memory_limit_wait_on_disk_and_come_back_the_same(tmp_path: Path) -> None:
+    room_for_two = 2 * 200 * 4 / 1e6
+    kept = ordered("fifo", tmp_path / "spill", spill_above_mb=room_for_two)
+    added = [kept.add(group_id, [sampled(group_id, 1, 2)]) for group_id in range(5)]
+    assert kept.spilled == 3 and len(kept) == 5 and 4 in kept
+    assert len(list((tmp_path / "spill").iterdir())) == 3
+    assert kept.take(3) == added[:3] and kept.spilled == 2
+    again = kept.add(7, [sampled(1, 1, 1)])
+    assert kept.spilled == 2, "there is room again"
+    assert kept.take(3) == [*added[3:], again]
+    assert kept.spilled == 0 and list((tmp_path / "spill").iterdir()) == []
+
+
+def test_a_group_on_disk_keeps_its_place_in_the_order(tmp_path: Path) -> None:
+    kept = ordered("oldest_version", tmp_path, spill_above_mb=1e-6)
+    for group_id, version in enumerate((3, 1, 2)):
+        kept.add(group_id, [sampled(version)])
+    assert kept.spilled == 3
+    assert [ids(kept.take(1)) for _ in range(3)] == [[1], [2], [0]]
+
+
+def test_without_a_folder_nothing_is_written() -> None:
+    kept = ordered("fifo", spill_above_mb=1e-6)
+    kept.add(0, [sampled(1)])
+    assert kept.spilled == 0 and len(kept) == 1
+
+
+# ---- training a group again ------------------------------------------------------------------------------------------
+
+
+def never(group: FinishedGroup) -> bool:
+    return False
+
+
+def test_a_group_may_be_trained_as_often_as_reuse_says() -> None:
+    kept = ordered("fifo", reuse=3)
+    added = [kept.add(group_id, [sampled(1)]) for group_id in range(2)]
+    kept.retain(kept.take(2))
+    assert sorted(kept.reusable) == [0, 1]
+    for _ in range(2):
+        again = kept.take_used(2, never)
+        assert again == added
+        kept.retain(again)
+    assert kept.take_used(2, never) == [] and not kept.reusable
+
+
+def test_without_reuse_a_trained_group_is_forgotten() -> None:
+    kept = ordered("fifo")
+    kept.add(0, [sampled(1)])
+    kept.retain(kept.take(1))
+    assert kept.take_used(1, never) == []
+
+
+def test_the_least_used_and_newest_groups_are_trained_again_first() -> None:
+    kept = ordered("fifo", reuse=4)
+    for group_id in range(4):
+        kept.add(group_id, [sampled(1)])
+    kept.retain(kept.take(4))
+    assert ids(kept.take_used(2, never)) == [2, 3]
+    kept.retain(kept.take_used(2, never))
+    assert ids(kept.take_used(3, never)) == [0, 1, 3]
+
+
+def test_a_group_that_has_grown_too_old_is_not_trained_again() -> None:
+    kept = ordered("fifo", reuse=2)
+    for group_id in range(3):
+        kept.add(group_id, [sampled(group_id)])
+    kept.retain(kept.take(3))
+    assert ids(kept.take_used(3, lambda group: group.group_id == 1)) == [0, 2]
+    assert sorted(kept.reusable) == [0, 2]
+
+
+def test_no_more_used_groups_are_kept_than_could_be_trained_again() -> None:
+    kept = TrajectoryGroupBuffer(
+        RunConfig(produce=ProduceSection(reuse=3), trainer=TrainerSection(batch_size=4, max_staleness=2))
+    )
+    for group_id in range(50):
+        kept.add(group_id, [sampled(1)])
+        kept.retain(kept.take(1))  # and none is ever trained again
+    assert sorted(kept.reusable) == list(range(38, 50))

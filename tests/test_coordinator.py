@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,9 +31,9 @@ class Loops:
         self.drawn = self.next_id = 0
         self.running: dict[int, int] = {}
         self.whole: dict[int, int] = {}
-        self.in_step = 0
+        self.in_step = self.surplus = 0
         self.paused = False
-        self.ends = dict.fromkeys(("trained", "filtered", "failed", "stale"), 0)
+        self.ends: dict[str, int] = dict.fromkeys(("trained", "filtered", "failed", "stale"), 0)
 
     @property
     def overdue(self) -> int:
@@ -44,7 +46,8 @@ class Loops:
             case "produce":
                 self.produce(pick)
             case "finish":
-                for group_id in sorted(self.running, reverse=True)[: pick % 5]:  # the newest: the others are slow
+                newest_first = pick % 3 > 0  # most of the time: the others are slow
+                for group_id in sorted(self.running, reverse=newest_first)[: pick % 5]:
                     born = self.running.pop(group_id)
                     self.whole[group_id] = born + pick % (self.version - born + 1)
                     self.coordinator.became_whole(group_id, self.whole[group_id])
@@ -105,13 +108,12 @@ class Loops:
             self.settle("filtered", len(chosen))
             self.opened -= 1
             self.coordinator.skipped()
+        self.surplus += len(chosen) - self.batch_size
         self.in_step = 0
 
     def check_ages(self, ages: list[int]) -> None:
         if isinstance(self.policy, Wait | Drop):
             assert max(ages) <= self.policy.max_staleness
-        if isinstance(self.policy, Wait):
-            assert len(ages) == self.batch_size, "more groups fell due than a step trains"
 
     def check(self) -> None:
         """What must hold at every moment."""
@@ -125,11 +127,10 @@ class Loops:
         on_time = held - self.overdue
         room = on_time < self.window and on_time + self.in_step < self.ahead
         assert coordinator.may_start() == (not self.paused and held < self.capacity and room)
-        excused = -(-self.overdue // self.batch_size)
-        assert coordinator.may_open_batch() == (self.opened <= self.version + self.policy.max_staleness + excused)
+        more = -(-(self.overdue + self.surplus) // self.batch_size)
+        assert coordinator.may_open_batch() == (self.opened <= self.version + self.policy.max_staleness + more)
         if not self.policy.excuses_overdue:
-            assert self.opened <= self.version + self.policy.max_staleness + 1
-            assert on_time + self.in_step <= self.ahead
+            assert on_time + self.in_step <= self.ahead, "generation runs further ahead than the bound"
 
     def go_on(self) -> None:
         """Everything in turn until the next version is out."""
@@ -143,14 +144,10 @@ class Loops:
         raise AssertionError("the loops are stuck")
 
 
-# long ones: it takes a while until groups are overdue
-schedules = st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 50)), min_size=100, max_size=100)
-
-
+@pytest.mark.parametrize("policy", POLICIES)
 @examples
 @given(
-    schedules,
-    st.sampled_from(POLICIES),
+    st.integers(0, 2**32),
     st.integers(0, 4),
     st.integers(1, 4),
     st.integers(0, 5),
@@ -158,8 +155,8 @@ schedules = st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 50)), min
     st.none() | st.integers(4, 12),
 )
 def test_nothing_is_lost_no_bound_is_broken_and_it_always_goes_on(
-    schedule: list[tuple[str, int]],
     policy: type[StalenessPolicy],
+    seed: int,
     max_staleness: int,
     batch_size: int,
     version: int,
@@ -167,8 +164,9 @@ def test_nothing_is_lost_no_bound_is_broken_and_it_always_goes_on(
     capacity: int | None,
 ) -> None:
     loops = Loops(policy(max_staleness), batch_size, version, over_sample=over_sample, capacity=capacity)
-    for event, pick in schedule:
-        loops.do(event, pick)
+    rng = random.Random(seed)  # a drawn list of events would be short and dull: groups grow old only in a long one
+    for _ in range(150):
+        loops.do(rng.choice(EVENTS), rng.randrange(60))
         loops.check()
     for _ in range(max_staleness + 2):
         loops.go_on()

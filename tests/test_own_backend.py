@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from safetensors.torch import load_file
 
 from contracts.backend_contract import IMITATE, BackendContract, random_samples
 from fakes import ROOT
-from headrace import UnifiedTrainer, load_config
+from headrace import UnifiedTrainer, load_config, registry
 from headrace.afterwards import export_run
 from headrace.backends.base import Backend
 from headrace.backends.local.backend import LocalBackend
@@ -25,6 +26,7 @@ from headrace.runfile import build_config
 
 FILE = ROOT / "examples" / "own_backend.py"
 OwnBackend = load_object(f"{FILE}:OwnBackend")
+CALLS = [name for name in vars(Backend) if name != "check" and not name.startswith("_")]
 
 
 def make_own(**changes: Any) -> Backend:
@@ -50,10 +52,7 @@ def test_the_page_shows_the_file_and_it_is_short() -> None:
 
 def test_the_page_names_every_method_of_the_protocol() -> None:
     page = (ROOT / "docs" / "backend_protocol.md").read_text(encoding="utf-8")
-    methods = [name for name, value in vars(Backend).items() if callable(value) and not name.startswith("_")]
-    methods += [name for name, value in vars(Backend).items() if isinstance(value, staticmethod)]
-    assert len(methods) >= 12
-    assert [name for name in methods if f"### `{name}(" not in page] == []
+    assert len(CALLS) == 11 and [name for name in ("check", *CALLS) if f"### `{name}(" not in page] == []
 
 
 @pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "cross_entropy"])
@@ -101,6 +100,34 @@ def test_it_trains_in_every_schedule(schedule: str, tmp_path: Path) -> None:
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert any(row["policy/grad_norm"] > 0 for row in rows)
     assert all(row["drift/same_version"] < 1e-4 for row in rows if "drift/same_version" in row)
+
+
+class RecordingBackend(OwnBackend):
+    """Remembers every call, and whether the engine was paused then."""
+
+    calls: ClassVar[list[tuple[str, bool]]] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in CALLS:
+            engine = self.__dict__.get("_engine")
+            RecordingBackend.calls.append((name, engine is not None and engine.health().paused))
+        return super().__getattribute__(name)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_methods_are_called_as_the_page_says(schedule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_registered", {("backend", "recording"): RecordingBackend})
+    monkeypatch.setattr(RecordingBackend, "calls", [])
+    changes = ["--backend.name=recording", "--algorithm.kl.coef=0.01", "--trainer.steps=2", "--trainer.save_every=1"]
+    run(tmp_path, *changes, *SCHEDULES[schedule])
+    step = "(((compute_logprobs )+forward_backward )+optim_step publish save )"
+    assert re.fullmatch(
+        f"create_engine publish {step}{{2}}close ", "".join(f"{name} " for name, _ in RecordingBackend.calls)
+    )
+    paused = {name: {was for call, was in RecordingBackend.calls[2:] if call == name} for name in CALLS}
+    shares, in_step = schedule != "separate", schedule == "synchronous"
+    assert paused["optim_step"] == paused["publish"] == {shares}
+    assert paused["forward_backward"] == {in_step}
 
 
 def test_a_run_goes_on_and_is_exported(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return future
 
 
-def run_virtual(work: Coroutine[Any, Any, T], within_s: float = 3600.0) -> T:
+def run_virtual(work: Coroutine[Any, Any, T], within_s: float = 1e5) -> T:
     """`asyncio.run` on the virtual clock. What has not ended `within_s` hangs: that is an AssertionError."""
 
     async def bounded() -> T:

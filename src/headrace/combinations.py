@@ -246,6 +246,51 @@ def _modes(config: RunConfig) -> Iterator[str]:
     yield from ()
 
 
+def best_metric(config: RunConfig) -> str | None:
+    """What trainer.keep_best goes by; None if it is off."""
+    trainer, sets = config.trainer, list(config.eval.sets)
+    if not trainer.keep_best:
+        return None
+    return trainer.best_metric or (f"eval/{sets[0]}/pass@1" if len(sets) == 1 else None)
+
+
+def _keeping(config: RunConfig) -> Iterator[str]:
+    trainer, sets, metric = config.trainer, config.eval.sets, best_metric(config)
+    if not trainer.keep_best:
+        if trainer.best_metric is not None:
+            yield "trainer.best_metric does nothing while trainer.keep_best is 0; set it or remove both"
+        return
+    if not sets:
+        yield "trainer.keep_best needs evaluations to go by, and there is no set; add a section [eval.sets.NAME]"
+        return
+    if metric is None:
+        names = ", ".join(f'"eval/{name}/pass@1"' for name in sets)
+        yield f"trainer.keep_best has {len(sets)} evaluation sets to go by; set trainer.best_metric to one of {names}"
+    else:
+        yield from _unknown_score(metric, config)
+    both = math.lcm(trainer.save_every, config.eval.every)  # 0 if one of them is
+    if not both or (both > trainer.steps and trainer.updates_per_batch == 1):
+        yield (
+            f"trainer.keep_best compares checkpoints that were evaluated, and with trainer.save_every "
+            f"{trainer.save_every} and eval.every {config.eval.every} no step before the last is both saved and "
+            f"evaluated; set both, one a multiple of the other"
+        )
+
+
+def _unknown_score(metric: str, config: RunConfig) -> Iterator[str]:
+    """Of a source within a set the last part alone is known beforehand."""
+    for name, section in config.eval.sets.items():
+        prefix, score = f"eval/{name}/", metric.rpartition("/")[2]
+        if metric.startswith(prefix):
+            powers = {2**i for i in range(section.attempts.bit_length()) if 2**i <= section.attempts}
+            scores = ["reward", *(f"pass@{k}" for k in sorted({*powers, section.attempts})), f"avg@{section.attempts}"]
+            if score not in scores:
+                yield f'trainer.best_metric is "{metric}"; of this set one can go by {", ".join(scores)}'
+            return
+    known = ", ".join(f"eval/{name}/…" for name in config.eval.sets)
+    yield f'trainer.best_metric is "{metric}", which is of no evaluation set; there are {known}'
+
+
 def _schedule(config: RunConfig) -> Iterator[str]:
     trainer, produce, bound = config.trainer, config.produce, config.trainer.max_staleness
     if bound and (config.algorithm.objective == "sft" or _reads_pairs(config)):
@@ -319,5 +364,6 @@ _RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _evaluation,
     _schedule,
     _streaming,
+    _keeping,
     _modes,
 )

@@ -22,6 +22,9 @@ class RunSection(Section):
     """Name of the run; its folder is DIR/NAME."""
     dir: Path = Path("runs")
     """Folder that holds runs."""
+    resume: str = "auto"
+    """What becomes of what is there already. "auto" goes on with an unfinished run in the folder; "never" leaves it alone
+    and starts NAME-2; a checkpoint or the folder of another run starts from there, in a folder of its own."""
     seed: int = 0
     """Seeds task order, sampling and initialisation."""
     deterministic: bool = False
@@ -65,7 +68,8 @@ class DataSection(Section):
     shuffle: bool = True
     """Shuffle each epoch by (seed, epoch); false keeps the order of the source."""
     drop_last: bool = True
-    """Drop the last, short batch of an epoch; false hands it out short."""
+    """Drop the last, short batch of an epoch; false hands it out short or, above max_staleness 0, fills it up from the
+    next epoch."""
 
 
 class WorkflowSection(Section):
@@ -349,7 +353,13 @@ class TrainerSection(Section):
     save_last: bool = True
     """Checkpoint after the last step."""
     keep_last: int = Field(default=2, ge=1)
-    """Checkpoints kept."""
+    """Newest checkpoints kept."""
+    keep_best: int = Field(default=0, ge=0)
+    """Checkpoints kept beside those: the ones whose evaluation was best by best_metric."""
+    best_metric: str | None = None
+    """What keep_best goes by, such as "eval/NAME/pass@1"; higher is better. Empty: pass@1 of the only evaluation set."""
+    save_async: bool | None = None
+    """Copy the state in memory and write it while training goes on; it costs that memory. Empty: where the backend can."""
     callbacks: tuple[str, ...] = ()
     """"module:class" of your own Callbacks, told of every step, publication and evaluation."""
 
@@ -417,6 +427,17 @@ class TrackSection(Section):
     """Draw the reward curve into the run folder at the end (needs headrace[plot])."""
 
 
+class LedgerSection(Section):
+    """The durable record of the run, ledger.sqlite in its folder."""
+
+    enabled: bool = True
+    """Record every dispatched task, model call, episode, decision and training batch, so that a killed run goes on where
+    it was."""
+    keep_steps: int = Field(default=0, ge=0)
+    """Keep what was said in episodes that were trained, or thrown away, up to so many steps ago; of older ones only the
+    figures. 0 keeps everything."""
+
+
 class DriftSection(Section):
     """How far a simulated policy moves. A token's log-probability changes by a normal number whose standard deviation
     is the task's factor times sigma times age to the power `power`."""
@@ -452,7 +473,12 @@ class SimulateSection(Section):
     filtered_share: float = Field(default=0.0, ge=0, lt=1)
     """Share of groups with uniform rewards, which filters.drop_uniform drops."""
     tokens: int = Field(default=32, ge=1)
-    """Tokens of a simulated episode, spread evenly over the duration of its group."""
+    """Tokens of a simulated episode."""
+    token_place: float = Field(default=0.5, ge=0, le=1)
+    """Where in the duration of a group its tokens are sampled, on average: 0.5 spreads them evenly over it; less means
+    that it waits (for tools, for a judge) after them, more that it waits before."""
+    slow_token_place: float | None = Field(default=None, ge=0, le=1)
+    """The same for slow tasks; empty takes token_place."""
     steps: int = Field(default=500, ge=1)
     """Training steps that are simulated."""
     warmup: int | None = Field(default=None, ge=0)
@@ -466,13 +492,14 @@ class SimulateSection(Section):
     @classmethod
     def _flatten(cls, grid: Any) -> Any:
         """`trainer.max_staleness = [...]` without quotes is a table in a table to TOML; it means the same here."""
-        return dict(_flat(grid)) if isinstance(grid, dict) else grid
+        return dict(flatten(grid)) if isinstance(grid, dict) else grid
 
 
-def _flat(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of nested tables, under their keys joined by dots."""
     for key, value in table.items():
         if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 
@@ -498,6 +525,7 @@ class RunConfig(Section):
     alarm: AlarmSection = AlarmSection()
     eval: EvalSection = EvalSection()
     track: TrackSection = TrackSection()
+    ledger: LedgerSection = LedgerSection()
     simulate: SimulateSection = SimulateSection()
 
     @property

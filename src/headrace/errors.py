@@ -46,8 +46,16 @@ class PublicationError(BackendError):
     """The engine does not hold the weights that it was given."""
 
 
+class CheckpointError(BackendError):
+    """A checkpoint cannot be written, or is not what was written."""
+
+
 class WorkflowError(HeadraceError, RuntimeError):
     """User code failed: a workflow or a judger, which fails the episode; or a grouping hook, which ends the run."""
+
+
+class LedgerError(HeadraceError, RuntimeError):
+    """The durable record of the run cannot be written or read."""
 
 
 class DivergedError(HeadraceError, ArithmeticError):

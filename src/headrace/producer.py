@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-import numpy as np
-
 from headrace.agents.loop import AgentLoopManager
 from headrace.config import RunConfig
 from headrace.data.episode import Episode
@@ -16,12 +14,12 @@ from headrace.data.sampler import Draw, Position, TaskSampler
 from headrace.data.seeds import derive_seed
 from headrace.engine.base import SamplingParams
 from headrace.errors import DataError
-from headrace.metrics import MetricsAggregator, Reducer
+from headrace.metrics import MetricsAggregator
 from headrace.pipeline.bias import SelectionBias
 from headrace.pipeline.buffer import FinishedGroup, TrajectoryGroupBuffer
 from headrace.pipeline.coordinator import SyncCoordinator
+from headrace.pipeline.durations import GroupDurations
 
-_QUANTILES = (0, 10, 25, 50, 75, 90, 95, 99, 100)
 _FAILURES = 8  # episodes; fewer in a row may be bad luck
 
 
@@ -90,7 +88,7 @@ class Producer:
         self.next_group_id = 0
         self._places: dict[int, _Place] = {}
         self._resumed: list[_Place] = []
-        self._durations_s: list[float] = []
+        self._durations = GroupDurations()
         self._failed_groups = 0
         self._some_worked = False
         self._rollouts: asyncio.TaskGroup | None = None
@@ -130,17 +128,12 @@ class Producer:
 
     def durations(self) -> MetricsAggregator:
         """How long the groups took that became whole since this was last asked."""
-        metrics, taken = MetricsAggregator(), self._durations_s
-        self._durations_s = []
-        metrics.record("time/group_s/count", len(taken), Reducer.LAST)
-        if taken:
-            metrics.record("time/group_s/mean", float(np.mean(taken)), Reducer.LAST)
-        for quantile in _QUANTILES if taken else ():
-            metrics.record(f"time/group_s/q{quantile:02d}", float(np.percentile(taken, quantile)), Reducer.LAST)
-        return metrics
+        return self._durations.metrics()
 
     def _next_places(self) -> list[_Place]:
-        if not self._resumed:
+        # where generation runs ahead, a step trains what is whole, of whatever batch: a short one would be a debt
+        may_be_short = not self._config.trainer.max_staleness or self._config.data.drop_last
+        if not self._resumed and may_be_short:
             return [self._new_place(draw) for draw in self._sampler.next_batch()]
         size = self._config.fresh_groups
         places, self._resumed = self._resumed[:size], self._resumed[size:]
@@ -179,13 +172,13 @@ class Producer:
             self._admitted(place)
 
     async def _roll_out(self, place: _Place) -> FinishedGroup:
-        size, started = self._config.rollout.group_size, time.perf_counter()
+        size, started, version = self._config.rollout.group_size, time.perf_counter(), self._coordinator.version
         whole: list[FinishedGroup] = []
 
         def keep(episode: Episode) -> None:
             finished = self._buffer.add_episode(episode, size)
             if finished is not None:  # told at once: from now on the learner may take it
-                self._settle(finished, time.perf_counter() - started)
+                self._settle(finished, time.perf_counter() - started, version)
                 whole.append(finished)
 
         await self._manager.roll_out_group(place.draw.task, place.group_id, size, self._seed, self._sampling, keep)
@@ -193,8 +186,8 @@ class Producer:
         self._stop_if_nothing_ever_worked(finished)
         return finished
 
-    def _settle(self, finished: FinishedGroup, duration_s: float) -> None:
-        self._durations_s.append(duration_s)
+    def _settle(self, finished: FinishedGroup, duration_s: float, version: int) -> None:
+        self._durations.add(duration_s, finished, version, self._coordinator.version)
         self.bias.finished(finished, duration_s)
         self._coordinator.settled(failed=finished.failed, filtered=finished.filtered)
         if finished.dropped_because is None:

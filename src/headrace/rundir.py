@@ -1,40 +1,196 @@
-"""The run directory: made, claimed and described in one place."""
+"""The run directory: found, claimed and described in one place."""
 
 from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from headrace.checkpoint import is_checkpoint, list_checkpoints
 from headrace.config import RunConfig
+from headrace.durable import write_durably
 from headrace.errors import ConfigError
+from headrace.registry import nearest
+from headrace.resume import check_branching, check_going_on
+from headrace.runlock import RunFolderInUseError, RunLock
+from headrace.saving import tidy
+from headrace.track.jsonl import FILE_NAME, read_rows
 
-_FINISHED = "finished"
+_FINISHED, _CONFIG = "finished", "config.json"
+_WORDS = ("auto", "never")
 
 
-def prepare_run_dir(config: RunConfig) -> Path:
-    """Make the run's folder and write its resolved configuration.
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A run folder that is this process's alone."""
 
-    A folder that holds an unfinished run is gone on with. A finished one is left alone: the run gets NAME-2, NAME-3 …
+    folder: Path
+    goes_on: bool
+    """Whether it holds work of this run already. If not, whatever is in it is left over from a start that failed."""
+    start_from: Path | None = None
+    """The checkpoint, or the run folder, to start from if the folder has no checkpoint of its own."""
+    notes: tuple[str, ...] = ()
+    """What a person should be told."""
+
+
+@contextmanager
+def claim_run_dir(config: RunConfig) -> Iterator[Claim]:
+    """Choose the run's folder, lock it, check what is in it against the configuration, and write that down.
+
+    `run.resume` says which folder: "auto" goes on with an unfinished run in DIR/NAME, and leaves a finished one alone: the
+    run gets NAME-2, NAME-3 …; "never" leaves both alone. A path starts there in a folder that holds no other run; but the
+    path of this very folder goes on with it, even if it is finished.
     """
+    source = _source(config)
     base = config.run.dir / config.run.name
-    folder, number = base, 1
-    while (folder / _FINISHED).exists():
-        number += 1
-        folder = base.with_name(f"{base.name}-{number}")
+    folder, lock = _lock_one(config, base, source)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(config.model_dump_json(indent=2) + "\n")
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write the run folder {folder}: {error.strerror}; choose another with --run-dir"
-        ) from None
-    return folder
+        with _writable(folder):
+            claim = _enter(config, folder, source)
+        yield claim
+    finally:
+        lock.release()
 
 
 def mark_finished(run_dir: Path, summary: dict[str, float]) -> None:
     """Record that the run is complete."""
-    (run_dir / _FINISHED).write_text(json.dumps(summary, indent=2) + "\n")
+    with _writable(run_dir):
+        write_durably(run_dir / _FINISHED, json.dumps(summary, indent=2) + "\n")
+
+
+def stored_config(folder: Path) -> dict[str, Any] | None:
+    """The configuration that a run was last started with; None if the folder holds no run."""
+    path = folder / _CONFIG
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"cannot read {path}, with which the run was begun: {error}; put it back from a copy, or start a new run "
+            f'with run.resume = "never"'
+        ) from None
+    if not isinstance(values, dict):
+        raise ConfigError(f'{path} holds no configuration; start a new run with run.resume = "never"')
+    return values
+
+
+def holds_work(folder: Path) -> bool:
+    """Whether something would be lost if the folder were begun anew: a checkpoint, or a step that was made."""
+    return any((folder / "checkpoints").glob("step_*")) or max(read_rows(folder / FILE_NAME), default=0) > 0
+
+
+# ---- which folder ----------------------------------------------------------------------------------------------------
+
+
+def _source(config: RunConfig) -> Path | None:
+    """The path that `run.resume` names, if it names one."""
+    word = config.run.resume
+    if word in _WORDS:
+        return None
+    path = Path(word).expanduser()
+    if not word or not path.is_dir():
+        raise ConfigError(
+            f'run.resume must be "auto", "never" or a folder with checkpoints, got "{word}"{nearest(word, _WORDS)}'
+        )
+    return path
+
+
+def _lock_one(config: RunConfig, base: Path, source: Path | None) -> tuple[Path, RunLock]:
+    folder, number = base, 1
+    while True:
+        if _is_free(config, folder, source):
+            with _writable(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+                lock = _lock(config, folder)
+            if lock is not None:
+                if _is_free(config, folder, source):  # still, now that no one else can change it
+                    return folder, lock
+                lock.release()
+        number += 1
+        folder = base.with_name(f"{base.name}-{number}")
+
+
+def _lock(config: RunConfig, folder: Path) -> RunLock | None:
+    try:
+        return RunLock(folder)
+    except RunFolderInUseError:
+        if config.run.resume == "never":  # someone else was faster
+            return None
+        raise
+
+
+def _is_free(config: RunConfig, folder: Path, source: Path | None) -> bool:
+    """Whether the run may go on, or begin, in a folder."""
+    if _is_own(folder, source):
+        return True
+    if (folder / _FINISHED).exists():
+        return False
+    if config.run.resume == "auto" or not (folder / _CONFIG).exists():
+        return True
+    # the same command again goes on with what it began
+    return source is not None and (stored_config(folder) or {}).get("run", {}).get("resume") == config.run.resume
+
+
+def _is_own(folder: Path, source: Path | None) -> bool:
+    return source is not None and folder.resolve() == source.resolve()
+
+
+# ---- what is in it ---------------------------------------------------------------------------------------------------
+
+
+def _enter(config: RunConfig, folder: Path, source: Path | None) -> Claim:
+    """Check before anything is written: a refused start leaves the folder as it was."""
+    goes_on, notes = holds_work(folder), []
+    own = _is_own(folder, source)
+    stored = stored_config(folder) if goes_on or own else None
+    if stored is not None:
+        notes = check_going_on(stored, config, folder)
+    elif own:
+        raise ConfigError(f"{folder} holds no run to go on with (it has no {_CONFIG}); give the folder of a run")
+    elif source is not None:
+        notes = _check_source(config, source)
+    if own and (folder / _FINISHED).exists():
+        _reopen(folder, stored or {}, config)
+    tidy(folder)
+    write_durably(folder / _CONFIG, config.model_dump_json(indent=2) + "\n")
+    return Claim(folder, goes_on, None if own else source, tuple(notes))
+
+
+def _check_source(config: RunConfig, source: Path) -> list[str]:
+    if not is_checkpoint(source) and not list_checkpoints(source):
+        raise ConfigError(
+            f"run.resume is {source}, which is neither a checkpoint nor a run folder with one; "
+            f'give one of them, "auto" or "never"'
+        )
+    home = source.resolve().parent.parent if is_checkpoint(source) else source
+    stored = stored_config(home)
+    return [] if stored is None else check_branching(stored, config, source)
+
+
+def _reopen(folder: Path, stored: dict[str, Any], config: RunConfig) -> None:
+    """Go on with a finished run, if there is something left to do and something to go on from."""
+    done = stored.get("trainer", {}).get("steps", 0)
+    if config.trainer.steps <= done:
+        raise ConfigError(f"{folder} is finished after {done} steps; give a larger --trainer.steps to go on with it")
+    if not list_checkpoints(folder):
+        raise ConfigError(f"{folder} is finished and has no checkpoint to go on from; start a new run")
+    (folder / _FINISHED).unlink()
+
+
+@contextmanager
+def _writable(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write the run folder {folder}: {error.strerror}; make room or make it writable, or choose another "
+            f"with --run-dir"
+        ) from None
 
 
 class _RunLog(logging.FileHandler):
@@ -63,4 +219,5 @@ class _RunLog(logging.FileHandler):
 
 def log_to_file(run_dir: Path) -> logging.Handler:
     """Send Headrace's log to log.txt; returns the handler, to be closed at the end."""
-    return _RunLog(run_dir / "log.txt")
+    with _writable(run_dir):
+        return _RunLog(run_dir / "log.txt")

@@ -67,7 +67,6 @@ class UnifiedTrainer:
         self._own_callbacks = [*named, *callbacks]
         self._stop_requested = False
         self._skipped_in_a_row = 0
-        self._taken_beyond = 0
         self._warned: set[str] = set()
         self._first_evaluation: dict[str, float] = {}
         self._last_evaluation: dict[str, float] = {}
@@ -201,9 +200,6 @@ class UnifiedTrainer:
             self._skip(finished)
         self._clock.restart()
         self._coordinator.resume()
-        if self.step < self.config.trainer.steps:  # due groups beyond the batch were later batches': they need others
-            self._producer.refill(self._taken_beyond)
-        self._taken_beyond = 0
         self._changes.notify()
 
     async def _lend_memory(self) -> None:
@@ -223,13 +219,19 @@ class UnifiedTrainer:
             yield some if self._streams else await self._with_partly_solved(some), last
 
     async def _take(self, wanted: int) -> list[FinishedGroup]:
-        """Wait for groups that the step may take, and take them."""
-        await self._changes.until(lambda: self._takeable(wanted)[0] > 0)
+        """Wait for groups that the step may take, and take them.
+
+        None, if it has enough and waited only for due groups, which turned out to be younger than they could have been.
+        """
+
+        def is_ready() -> bool:
+            return self._takeable(wanted)[0] > 0 or (wanted <= 0 and not self._coordinator.due())
+
+        await self._changes.until(is_ready)
         count, first = self._takeable(wanted)
         some = self._buffer.take(count, first)
         for group in some:
             self._coordinator.taken(group.group_id)
-        self._taken_beyond += max(len(some) - max(wanted, 0), 0)
         self._changes.notify()
         return some
 
@@ -242,8 +244,9 @@ class UnifiedTrainer:
             enough = max(wanted, len(due))
             return (enough if not late and len(self._buffer) >= enough else 0), due
         if self.config.run.deterministic:  # in the order of dispatch, so that gradients add up in the same order
-            in_order = self._coordinator.whole_in_order()[: max(wanted, len(due))]
-            return len(in_order), in_order
+            in_order, enough = self._coordinator.whole_in_order(), max(wanted, 0)
+            chosen = [*in_order[:enough], *(group_id for group_id in in_order[enough:] if group_id in due)]
+            return len(chosen), chosen
         ready = len(self._buffer)
         return max(min(ready, wanted - late), min(ready, len(due) - late)), due
 

@@ -18,8 +18,8 @@ from headrace.agents.record import EpisodeRecord, NoRecord, call_digest, tool_di
 from headrace.data.episode import FinishReason, ModelOutput, OwnedMessages, Step, Trajectory
 from headrace.data.seeds import derive_seed
 from headrace.data.task import Message
-from headrace.engine.base import Generates, SamplingParams
-from headrace.errors import WorkflowError
+from headrace.engine.base import Generates, Generation, SamplingParams
+from headrace.errors import EngineError, HeadraceError, PromptTooLongError, WorkflowError
 
 
 class Model:
@@ -46,6 +46,8 @@ class Model:
         # by role and number, in the order in which the calls began; None until the answer is there
         self._answered: dict[str, dict[int, tuple[ModelOutput, Step] | None]] = {}
         self.diverged_prefixes = 0
+        self.failure: EngineError | None = None
+        """What the engine failed with; it ends the run, whatever the workflow makes of it."""
         self.training = training
 
     async def chat(self, messages: Sequence[Message], role: str = "agent", **sampling: Any) -> ModelOutput:
@@ -109,10 +111,25 @@ class Model:
         if known is not None:
             await asyncio.sleep(0)  # as a live call would: others may go on
             return known
-        generation = await self._engine.generate(prompt_ids, params, seed)
+        generation = await self._generate(prompt_ids, params, seed)
         output = replace(self._template.parse(generation, stop=params.stop or ()), call=call)
         self._record.called(output, role, seed, digest, history)
         return output
+
+    async def _generate(self, prompt_ids: tuple[int, ...], params: SamplingParams, seed: int) -> Generation:
+        """What the engine samples. Its failure is kept, so that no workflow can hide it."""
+        try:
+            return await self._engine.generate(prompt_ids, params, seed)
+        except PromptTooLongError:
+            raise
+        except EngineError as error:
+            self.failure = error
+            raise
+        except HeadraceError:  # a request that no engine could answer: it is the workflow's
+            raise
+        except Exception as error:
+            self.failure = EngineError(f"the engine failed: {type(error).__name__}: {error}")
+            raise self.failure from error
 
     def trajectories(self, reward: float | None = None) -> list[Trajectory]:
         """One trajectory per role, of the calls answered so far, in the order in which they were made."""

@@ -113,10 +113,12 @@ class AgentLoopManager:
             async with deadline:
                 own = copy.deepcopy(spec.task)  # a workflow that changes its task changes no sibling's
                 outcome = await until_no_room(self._run, own, model)
+                if model.failure is not None:  # which the workflow has caught
+                    raise model.failure
                 episode = _to_episode(outcome, model, spec)
                 return await self._judge(spec.task, episode, model)
         except (Exception, asyncio.CancelledError) as error:
-            _raise_if_not_the_users(error)
+            _raise_if_not_the_users(model.failure or error)
             if deadline.expired():
                 return _failed(spec, model, TerminationReason.TIMEOUT, f"took longer than {self._timeout_s:g} s")
             # user code: the episode fails, its siblings and the run go on

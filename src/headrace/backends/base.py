@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from headrace.config import AlgorithmSection, RunConfig
 from headrace.data.episode import Step
@@ -103,6 +103,18 @@ class Backend(Protocol):
 
     async def close(self) -> None:
         """Free what the backend holds."""
+        ...
+
+
+@runtime_checkable
+class Snapshots(Protocol):
+    """What a backend may do beside: copy its state, so that it is written to disk while training goes on."""
+
+    async def snapshot(self) -> Callable[[Path], None]:
+        """Copy in memory what `save` would write now; the function returned writes it, on a thread of its own.
+
+        The next snapshot is taken when that one has been written: its memory may be used again.
+        """
         ...
 
 

@@ -6,7 +6,10 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
+
+_ALIGNMENT = 64  # bytes; as the tensor library aligns what it allocates
 
 
 def copy_modules(hf_model: Any, replaced: Mapping[nn.Parameter, nn.Parameter] | None = None) -> Any:
@@ -24,3 +27,16 @@ def copy_weights(hf_model: Any, trained: Sequence[nn.Parameter]) -> Any:
 def trained_parameters(hf_model: Any) -> list[nn.Parameter]:
     """What is published, in the order that its fingerprint is taken in."""
     return [parameter for parameter in hf_model.parameters() if parameter.requires_grad]
+
+
+def lay_end_to_end(hf_model: Any) -> None:
+    """Move the trained parameters into one piece of memory, which is copied twice as fast as many small ones."""
+    trained = trained_parameters(hf_model)
+    starts, size = [], 0
+    for parameter in trained:
+        starts.append(size)
+        size += -(-parameter.nbytes // _ALIGNMENT) * _ALIGNMENT
+    whole = torch.empty(size, dtype=torch.uint8)
+    for parameter, start in zip(trained, starts, strict=True):
+        place = whole[start : start + parameter.nbytes].view(parameter.dtype).view(parameter.shape)
+        parameter.data = place.copy_(parameter.data)

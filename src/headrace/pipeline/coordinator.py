@@ -57,16 +57,17 @@ class SyncCoordinator:
         self._running_overdue = 0  # kept up to date, so that admission is not a walk over all groups
         self._whole: dict[int, int] = {}
         self._in_step = 0
+        self._surplus = 0  # groups that steps trained beyond a batch, because they were due: the last would lack them
         self._dispatched = self._trained = self._filtered = self._failed = self._stale = self._pending = 0
 
     # ---- admission ------------------------------------------------------------------------------------------------
 
     def may_open_batch(self) -> bool:
         """Whether the tasks of one more batch may be drawn."""
-        excused = -(-self._overdue() // self._batch_size)
-        if self._last_batch is not None and self._batches_opened >= self._last_batch + excused:
+        more = -(-(self._overdue() + self._surplus) // self._batch_size)
+        if self._last_batch is not None and self._batches_opened >= self._last_batch + more:
             return False
-        return self._batches_opened <= self.version + self.policy.max_staleness + excused
+        return self._batches_opened <= self.version + self.policy.max_staleness + more
 
     def open_batch(self) -> None:
         """The tasks of one more batch are drawn."""
@@ -80,6 +81,10 @@ class SyncCoordinator:
     def skipped(self) -> None:
         """An opened batch came to no update, so another may be opened for the same version."""
         self._batches_opened -= 1
+        self._step_over()
+
+    def _step_over(self) -> None:
+        self._surplus += max(0, self._in_step - self._batch_size)
         self._in_step = 0
 
     def may_start(self) -> bool:
@@ -185,7 +190,7 @@ class SyncCoordinator:
         assert version == self.version + 1, f"version {version} was published after {self.version}"
         assert not self.due(), "weights were published before every due group was trained"
         self.version = version
-        self._in_step = 0
+        self._step_over()
         self._running_overdue += self._running_since[version - self.policy.max_staleness - 1]
 
     def account(self) -> Account:

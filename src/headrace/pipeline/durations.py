@@ -1,30 +1,35 @@
-"""How long things take in a simulation: as the run file says, or as a recorded run measured it."""
+"""How long groups and steps take: written by a run, read by a simulation, or as the run file says."""
 
 from __future__ import annotations
 
 import math
 import random
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import NamedTuple, Protocol
+
+import numpy as np
 
 from headrace.config import RunConfig, SimulateSection
 from headrace.errors import ConfigError
+from headrace.metrics import MetricsAggregator, Reducer
+from headrace.pipeline.buffer import FinishedGroup
 from headrace.track.jsonl import FILE_NAME, read_rows
 
 QUANTILES = (0, 10, 25, 50, 75, 90, 95, 99, 100)
 _SLOWEST = 0.9  # of a recorded run, the slowest tenth counts as slow
-_COME_TO_NOTHING = ("failed", "filtered")
-_MOST_BENT, _HALVINGS = 64, 16
+LONG = 2.0
+"""Groups that took more than so many times the median took long."""
 
 
 class Duration(NamedTuple):
-    """Seconds of one group, and whether its task counts as slow."""
+    """Seconds of one group, whether its task counts as slow, and where its tokens are sampled."""
 
     seconds: float
     slow: bool
+    place: float
+    """The mean place of its tokens within the seconds, from 0 to 1."""
 
 
 class Durations(Protocol):
@@ -32,6 +37,8 @@ class Durations(Protocol):
 
     failed_share: float
     filtered_share: float
+    hold_waiting: bool
+    """Whether the wait for a place to run in (`rollout.max_concurrent`) is in the durations already."""
 
     def group(self, rng: random.Random) -> Duration:
         """One more group, from its start until it is whole."""
@@ -51,6 +58,8 @@ def durations_of(config: RunConfig) -> Durations:
 class GivenDurations:
     """Lognormal durations around a median, a share of them longer by a factor; steps that all take the same time."""
 
+    hold_waiting = False
+
     def __init__(self, section: SimulateSection) -> None:
         self._section = section
         self.failed_share = section.failed_share
@@ -60,72 +69,122 @@ class GivenDurations:
         section = self._section
         slow = rng.random() < section.slow_share
         seconds = section.group_s * math.exp(section.group_spread * rng.gauss(0.0, 1.0))
-        return Duration(seconds * section.slow_factor if slow else seconds, slow)
+        if not slow:
+            return Duration(seconds, False, section.token_place)
+        place = section.token_place if section.slow_token_place is None else section.slow_token_place
+        return Duration(seconds * section.slow_factor, True, place)
 
     def learn_s(self, rng: random.Random) -> float:
         return self._section.learn_s
 
 
-class RecordedDurations:
-    """Durations of a run, drawn from what it measured."""
+class GroupDurations:
+    """What a run records of its groups, step by step.
 
-    def __init__(self, groups_s: Sequence[float], learn_s: Sequence[float], failed: float, filtered: float) -> None:
-        self._groups_s = groups_s
-        self._learn_s = learn_s
-        self.failed_share = failed
-        self.filtered_share = filtered
-        self._slow_from = sorted(groups_s)[int(_SLOWEST * (len(groups_s) - 1))]
+    Where in a group's duration its tokens were sampled is told by versions: of those published while it ran (`passed`),
+    how many a token came after (`lag`, the mean over its tokens). Groups that took long are told apart: they may be
+    slow because they say more, or because they wait for a tool.
+    """
+
+    def __init__(self) -> None:
+        self._groups: list[tuple[float, float, int]] = []
+
+    def add(self, seconds: float, group: FinishedGroup, started: int, version: int) -> None:
+        """A group became whole under `version`, and was started under `started`."""
+        steps = (step for episode in group.episodes for t in episode.trajectories for step in t.steps)
+        versions = [token_version for step in steps for token_version in step.versions or ()]
+        lag = max(0.0, fmean(versions) - started) if versions else 0.0
+        self._groups.append((seconds, lag, version - started if versions else 0))
+
+    def metrics(self) -> MetricsAggregator:
+        """Of the groups that were added since this was last asked."""
+        metrics, groups = MetricsAggregator(), self._groups
+        self._groups = []
+        metrics.record("time/group_s/count", len(groups), Reducer.LAST)
+        if not groups:
+            return metrics
+        seconds = [group[0] for group in groups]
+        metrics.record("time/group_s/mean", fmean(seconds), Reducer.LAST)
+        for quantile in QUANTILES:
+            metrics.record(f"time/group_s/q{quantile:02d}", float(np.percentile(seconds, quantile)), Reducer.LAST)
+        long_s = LONG * median(seconds)
+        for took_s, lag, passed in groups:
+            prefix = "time/group_s/long_" if took_s > long_s else "time/group_s/"
+            metrics.record(f"{prefix}lag", lag, Reducer.SUM)
+            metrics.record(f"{prefix}passed", passed, Reducer.SUM)
+        return metrics
+
+
+class RecordedDurations:
+    """Durations of a run, dealt in the order in which it measured them, and from the start again at the end."""
+
+    hold_waiting = True
+
+    def __init__(self, rows: Sequence[Mapping[str, float]]) -> None:
+        self._groups_s = _shuffled_by_step(rows)
+        self._learn_s = [row["time/train_s"] for row in rows if row.get("time/train_s")]
+        self._groups_dealt = self._steps_dealt = 0
+        ordered = sorted(self._groups_s)
+        self._slow_s = ordered[int(_SLOWEST * (len(ordered) - 1))] if ordered else 0.0
+        self._long_s = LONG * median(ordered) if ordered else 0.0
+        self._place, self._long_place = (_token_place(rows, prefix) for prefix in ("", "long_"))
+        ends = [row for row in rows if "episodes/dispatched" in row]
+        settled = ends[-1]["episodes/dispatched"] - ends[-1].get("episodes/pending", 0.0) if ends else 0.0
+        self.failed_share, self.filtered_share = (
+            ends[-1].get(f"episodes/{end}", 0.0) / settled if settled else 0.0 for end in ("failed", "filtered")
+        )
 
     @classmethod
     def read(cls, run_dir: Path) -> RecordedDurations:
         """From the run's metrics."""
-        rows = list(read_rows(run_dir / FILE_NAME).values())
-        groups_s = [seconds for row in rows for seconds in recorded_groups(row)]
-        learn_s = [row["time/train_s"] for row in rows if row.get("time/train_s")]
-        if not groups_s or not learn_s:
+        durations = cls(list(read_rows(run_dir / FILE_NAME).values()))
+        if not durations._groups_s or not durations._learn_s:
             raise ConfigError(
                 f"{run_dir / FILE_NAME} holds no step with time/group_s and time/train_s to simulate from; "
                 f'give the folder of a run that has trained, with tracker "jsonl", or set simulate.group_s and learn_s'
             )
-        last = next(row for row in reversed(rows) if "time/train_s" in row)
-        settled = last.get("episodes/dispatched", 0.0) - last.get("episodes/pending", 0.0)
-        failed, filtered = (last.get(f"episodes/{end}", 0.0) / settled if settled else 0.0 for end in _COME_TO_NOTHING)
-        return cls(groups_s, learn_s, failed, filtered)
+        return durations
 
     def group(self, rng: random.Random) -> Duration:
-        seconds = rng.choice(self._groups_s)
-        return Duration(seconds, seconds > self._slow_from)
+        seconds = self._groups_s[self._groups_dealt % len(self._groups_s)]
+        self._groups_dealt += 1
+        return Duration(seconds, seconds > self._slow_s, self._long_place if seconds > self._long_s else self._place)
 
     def learn_s(self, rng: random.Random) -> float:
-        return rng.choice(self._learn_s)
+        self._steps_dealt += 1
+        return self._learn_s[(self._steps_dealt - 1) % len(self._learn_s)]
+
+
+def _shuffled_by_step(rows: Sequence[Mapping[str, float]]) -> list[float]:
+    """All durations in the order of their steps; within a step they are known by size only."""
+    rng, found = random.Random(0), []
+    for row in rows:
+        groups_s = recorded_groups(row)
+        rng.shuffle(groups_s)
+        found += groups_s
+    return found
+
+
+def _token_place(rows: Sequence[Mapping[str, float]], prefix: str) -> float:
+    lag, passed = (sum(row.get(f"time/group_s/{prefix}{name}", 0.0) for row in rows) for name in ("lag", "passed"))
+    return min(lag / passed, 1.0) if passed else 0.5
 
 
 def recorded_groups(row: Mapping[str, float]) -> list[float]:
-    """The durations of the groups that a step saw become whole, as far as their quantiles and mean tell."""
+    """The durations of the groups that a step saw become whole, as far as their quantiles and mean tell; sorted.
+
+    Few groups are told exactly: a quantile lies between two neighbours, so these are linear equations.
+    """
     count = int(row.get("time/group_s/count", 0))
-    quantiles = [row.get(f"time/group_s/q{quantile:02d}", 0.0) for quantile in QUANTILES]
-    if count <= 0 or min(quantiles) <= 0:
+    known = np.array([row.get(f"time/group_s/q{quantile:02d}", 0.0) for quantile in QUANTILES])
+    if count <= 0 or known.min() <= 0:
         return []
-    mean, low, high = row.get("time/group_s/mean"), 1 / _MOST_BENT, float(_MOST_BENT)
-    if mean is None:
-        return _between(count, quantiles, 1.0)
-    for _ in range(_HALVINGS):
-        bend = math.sqrt(low * high)
-        if fmean(_between(count, quantiles, bend)) > mean:
-            low = bend
-        else:
-            high = bend
-    return _between(count, quantiles, math.sqrt(low * high))
-
-
-def _between(count: int, quantiles: Sequence[float], bend: float) -> list[float]:
-    """So many durations with these quantiles. Those in between lie nearer to the lower one the larger `bend` is."""
-    found: list[float] = []
-    for place in range(count):
-        percent = 50.0 if count == 1 else 100.0 * place / (count - 1)
-        right = max(1, bisect_left(QUANTILES, percent))
-        share = (percent - QUANTILES[right - 1]) / (QUANTILES[right] - QUANTILES[right - 1])
-        shorter, longer = quantiles[right - 1], quantiles[right]
-        # between logarithms: a straight line would put a heavy tail's weight into the gap before it
-        found.append(shorter * (longer / shorter) ** (share**bend))
-    return found
+    place_N = np.arange(count) / max(count - 1, 1) * 100
+    # between logarithms: a straight line would put a heavy tail's weight into the gap before it
+    guess_N = np.exp(np.interp(place_N, QUANTILES, np.log(known)))
+    weight_QN = np.array([np.interp(QUANTILES, place_N, unit) for unit in np.eye(count)]).T
+    if "time/group_s/mean" in row:
+        weight_QN = np.vstack([weight_QN, np.full(count, 1 / count)])
+        known = np.append(known, row["time/group_s/mean"])
+    mended_N = guess_N + np.linalg.lstsq(weight_QN, known - weight_QN @ guess_N)[0]
+    return np.sort(np.clip(mended_N, known[0], known[len(QUANTILES) - 1])).tolist()

@@ -32,7 +32,10 @@ from headrace.pipeline.virtual import VirtualGroup, VirtualPolicy, VirtualRollou
 from headrace.registry import resolve
 
 _ROUNDING = 1e-9
-_GIVEN = ("group_s", "group_spread", "slow_share", "slow_factor", "learn_s", "failed_share", "filtered_share")
+_GIVEN = (
+    "group_s", "group_spread", "slow_share", "slow_factor", "learn_s", "failed_share", "filtered_share", "token_place",
+    "slow_token_place",
+)  # fmt: skip
 
 
 def simulate(config: RunConfig, durations: Durations | None = None, *, ends: bool = False) -> Outcome:
@@ -128,6 +131,7 @@ class Simulation:
         """Everything that can happen now, and then the next event."""
         self._produce()
         self._learn()
+        self._produce()  # what the learner took has made room, before any time passes
         if not self._events:
             raise ConfigError(
                 f"nothing can happen any more after {self.coordinator.version} simulated steps: "
@@ -135,7 +139,7 @@ class Simulation:
                 f"raise produce.capacity or produce.over_sample"
             )
         event = heapq.heappop(self._events)
-        self.tally.time_passed(event.at_s - self.now_s, self._learning, self._running)
+        self.tally.time_passed(event.at_s - self.now_s, self._learning, min(self._running, self._places))
         self.now_s = event.at_s
         if event.group_id is None:
             self._learned()
@@ -171,7 +175,7 @@ class Simulation:
         self._fill_places()
 
     def _fill_places(self) -> None:
-        while self._queue and self._running < self._places:
+        while self._queue and (self._running < self._places or self._durations.hold_waiting):
             group = self._queue.popleft()
             group.begun_s = self.now_s
             self._running += 1
@@ -199,8 +203,9 @@ class Simulation:
         if self.coordinator.paused:
             self._publish_if_drained()
         while not self._learning and not self.coordinator.paused:
-            count, first = self._takeable(self._config.fresh_groups - len(self._step))
-            if not count:
+            wanted = self._config.fresh_groups - len(self._step)
+            count, first = self._takeable(wanted)
+            if not count and (wanted > 0 or self.coordinator.due()):
                 return
             self._learn_from(self.buffer.take(count, first))
 
@@ -210,10 +215,14 @@ class Simulation:
         due = self.coordinator.due()
         late = sum(group_id not in self.buffer for group_id in due)
         ready = len(self.buffer)
-        if self._streams:
-            return max(min(ready, wanted - late), min(ready, len(due) - late)), due
-        enough = max(wanted, len(due))
-        return (enough if not late and ready >= enough else 0), due
+        if not self._streams:
+            enough = max(wanted, len(due))
+            return (enough if not late and ready >= enough else 0), due
+        if self._config.run.deterministic:
+            in_order, enough = self.coordinator.whole_in_order(), max(wanted, 0)
+            now = [*in_order[:enough], *(group_id for group_id in in_order[enough:] if group_id in due)]
+            return len(now), now
+        return max(min(ready, wanted - late), min(ready, len(due) - late)), due
 
     def _drop_stale(self) -> None:
         stale = self.coordinator.stale()
@@ -234,13 +243,14 @@ class Simulation:
         trained = self._limit([*piece, *self._again])
         for group in piece:
             self.tally.group_ended(self._groups[group.group_id], trained.get(group.group_id, 0))
+        self.tally.groups += len(piece)
         self._has_something |= bool(trained)
         if self._complete and not self._has_something:
             self._skip()
             return
         share = (len(piece) + len(self._again)) / self._config.trainer.batch_size
         self._learning = True
-        self._push(share * self._durations.learn_s(self._learn_rng), None)
+        self._push(share * self._learn_s, None)
 
     def _is_too_old(self, group: FinishedGroup) -> bool:
         policy, oldest = self._policy, group.oldest_version
@@ -259,6 +269,7 @@ class Simulation:
                 del self._groups[group.group_id]
         self._step, self._again = [], []
         self._complete = self._has_something = False
+        self._learn_s = self._durations.learn_s(self._learn_rng)
 
     def _learned(self) -> None:
         """A piece is learned; after the last, publish the weights, at once or when all that runs has finished."""
@@ -292,6 +303,8 @@ class Simulation:
         """Have the policy look at the rows of some groups; trained tokens by group."""
         policy, version = self._policy, self.coordinator.version
         samples = to_samples([group for item in finished for group in item.groups])
+        if not samples:  # of a step that waited for due groups only, and needed none of them in the end
+            return {}
         age_BT = version - np.array([sample.versions for sample in samples])
         asked = policy.to_measure(samples, version)
         learner_BT = self._learner_logprobs(samples, age_BT, bool(asked))

@@ -89,6 +89,8 @@ class Tally:
     steps: int = 0
     learner_s: float = 0.0
     running_s: float = 0.0
+    groups: int = 0
+    """Groups that went into a step, whatever was left of them."""
     submitted: _Work = field(default_factory=_Work)
     trained: _Work = field(default_factory=_Work)
     wasted_tokens: float = 0.0
@@ -140,7 +142,7 @@ class Tally:
             warmup=self.since_step,
             seconds=seconds,
             end_s=now_s,
-            groups_per_s=trained.groups / seconds,
+            groups_per_s=self.groups / seconds,
             steps_per_s=self.steps / seconds,
             learner_busy=self.learner_s / seconds,
             generation_busy=self.running_s / (seconds * self.places),

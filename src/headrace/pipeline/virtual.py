@@ -22,6 +22,7 @@ class VirtualGroup:
     group_id: int
     seconds: float
     slow: bool
+    place: float
     uniform: bool
     failed: tuple[bool, ...]
     factor: float
@@ -43,10 +44,10 @@ class VirtualTasks:
         """The next task, under the next group id."""
         rng, durations = self._rng, self._durations
         group_id, self._next_id = self._next_id, self._next_id + 1
-        seconds, slow = durations.group(rng)
+        seconds, slow, place = durations.group(rng)
         uniform = rng.random() < durations.filtered_share
         failed = tuple(rng.random() < durations.failed_share for _ in range(self._group_size))
-        return VirtualGroup(group_id, seconds, slow, uniform, failed, rng.lognormvariate(0.0, self._spread))
+        return VirtualGroup(group_id, seconds, slow, place, uniform, failed, rng.lognormvariate(0.0, self._spread))
 
 
 class VirtualRollouts:
@@ -74,15 +75,18 @@ class VirtualRollouts:
         return made
 
     def _versions(self, group: VirtualGroup) -> tuple[int, ...]:
-        """The version of every token, where they are sampled at even distances over the group's duration."""
-        first = len(self._published_s)
-        while first and self._published_s[first - 1] > group.begun_s:
-            first -= 1
+        """The version of every token; they are sampled at even distances over a part of the group's duration."""
+        first, last = max(0.0, 2 * group.place - 1), min(1.0, 2 * group.place)
+        begun_s, seconds = group.begun_s + first * group.seconds, max((last - first) * group.seconds, 1e-9)
+        version = len(self._published_s)
+        while version and self._published_s[version - 1] > begun_s:
+            version -= 1
         versions: list[int] = []
-        for version in range(first, len(self._published_s)):
-            share = (self._published_s[version] - group.begun_s) / group.seconds
-            versions += [version] * (min(self._tokens, round(share * self._tokens)) - len(versions))
-        versions += [len(self._published_s)] * (self._tokens - len(versions))
+        for published_s in self._published_s[version:]:
+            share = min(1.0, (published_s - begun_s) / seconds)
+            versions += [version] * (round(share * self._tokens) - len(versions))
+            version += 1
+        versions += [version] * (self._tokens - len(versions))
         return tuple(versions)
 
 

@@ -15,7 +15,16 @@ from torch import Tensor
 from headrace.backends.base import Asked, Publication, Trained, offending_samples
 from headrace.backends.local.engines import LocalEngine, check_threads, learner_threads, new_engine
 from headrace.backends.local.frozen import FrozenModel, score_rows
-from headrace.backends.local.storage import export_folder, load_state, load_teacher, save_state, save_teacher
+from headrace.backends.local.storage import (
+    State,
+    collect_state,
+    collect_teacher,
+    copy_state,
+    export_folder,
+    load_state,
+    load_teacher,
+    write_state,
+)
 from headrace.backends.local.teacher import Teacher
 from headrace.backends.local.token_losses import require_trainable, token_losses
 from headrace.backends.local.tokens import TokenTensors
@@ -33,7 +42,7 @@ from headrace.models.causal import PackedRows, build_causal_model
 from headrace.models.fingerprint import fingerprint
 from headrace.models.load import load_model, load_tokenizer
 from headrace.models.logprobs import target_logprobs, wide_dtype
-from headrace.models.modules import trained_parameters
+from headrace.models.modules import lay_end_to_end, trained_parameters
 from headrace.registry import names, nearest, resolve
 
 T = TypeVar("T")
@@ -52,6 +61,8 @@ class LocalBackend:
         self.tokenizer = load_tokenizer(config.model.name)
         self.hf_model = load_model(config.model)
         self.hf_model.train()
+        if config.trainer.placement == "separate":
+            lay_end_to_end(self.hf_model)  # publications copy all of it
         self.model = build_causal_model(self.hf_model, config.model.fast_path)
         self.model.row_block = _ROW_BLOCK if config.run.deterministic else 0
         if config.backend.gradient_checkpointing:
@@ -63,6 +74,7 @@ class LocalBackend:
         self._engine: LocalEngine | None = None
         self._reference: FrozenModel | None = None
         self._teacher: Teacher | None = None
+        self._copied: State | None = None  # of the last snapshot, whose memory the next one uses
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="headrace-learner")
 
     @staticmethod
@@ -110,7 +122,11 @@ class LocalBackend:
         return Publication.confirmed(version, ours, await self._engine.load_weights(version, staged))
 
     async def save(self, folder: Path) -> None:
-        await self._on_worker(lambda: self._save(folder))
+        await self._on_worker(lambda: write_state(folder, self._state()))
+
+    async def snapshot(self) -> Callable[[Path], None]:
+        copied = self._copied = await self._on_worker(lambda: copy_state(self._state(), self._copied))
+        return lambda folder: write_state(folder, copied)
 
     async def load(self, folder: Path) -> None:
         await self._on_worker(lambda: self._load(folder))
@@ -236,10 +252,11 @@ class LocalBackend:
     def _trained_weights(self) -> dict[str, Tensor]:
         return {name: p.detach() for name, p in self.hf_model.named_parameters() if p.requires_grad}
 
-    def _save(self, folder: Path) -> None:
-        save_state(folder, self._modules(), self.optimizer)
+    def _state(self) -> State:
+        state = collect_state(self._modules(), self.optimizer)
         if self._teacher is not None and self._teacher.refreshed:  # else it is loaded again from the model
-            save_teacher(folder, self._teacher.hf_model, self._trained_weights())
+            state |= collect_teacher(self._teacher.hf_model, self._trained_weights())
+        return state
 
     def _load(self, folder: Path) -> None:
         load_state(folder, self._modules(), self.optimizer)

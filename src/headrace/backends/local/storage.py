@@ -13,10 +13,19 @@ from safetensors.torch import load_file, save_file
 
 from headrace.errors import BackendError, boundary
 
+State = dict[str, dict[str, torch.Tensor]]
+"""The tensors of each file of a checkpoint, by its name without `.safetensors`."""
+
 
 def _save_file(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    save_file(tensors, path)
-    _readable(path)
+    with boundary(BackendError, f"cannot write {path.name}"):
+        # a tensor that is part of a larger one is copied: the format knows no views
+        save_file({name: tensor if _is_whole(tensor) else tensor.clone() for name, tensor in tensors.items()}, path)
+        _readable(path)
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
 def _readable(path: Path) -> None:
@@ -28,17 +37,39 @@ def _readable(path: Path) -> None:
 
 def save_state(folder: Path, modules: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """`weights.safetensors` (what is trained), `optimizer.safetensors` and its step counts."""
-    folder.mkdir(parents=True, exist_ok=True)
+    write_state(folder, collect_state(modules, optimizer))
+
+
+def collect_state(modules: torch.nn.Module, optimizer: torch.optim.Optimizer) -> State:
+    """What `save_state` writes: the very tensors, which training changes."""
     names = _trainable_names(modules)
-    _save_file({n: p.detach().clone() for p, n in names.items()}, folder / "weights.safetensors")
     moments = {
-        f"{names[p]}/{key}": value.detach().clone()
+        f"{names[p]}/{key}": value.detach()
         for p, state in optimizer.state.items()
         for key, value in state.items()
         if isinstance(value, torch.Tensor)
     }
-    _save_file(moments, folder / "optimizer.safetensors")
-    (folder / "backend.json").write_text(json.dumps({"format": 1, "trained_tensors": len(names)}))
+    return {"weights": {name: p.detach() for p, name in names.items()}, "optimizer": moments}
+
+
+def copy_state(state: State, into: State | None = None) -> State:
+    """A copy, in the memory of an earlier one where there is one: fresh memory takes longer than copying."""
+    return {name: _copy_tensors(tensors, (into or {}).get(name, {})) for name, tensors in state.items()}
+
+
+def _copy_tensors(tensors: dict[str, torch.Tensor], into: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {
+        name: into[name].copy_(tensor) if name in into else tensor.clone(memory_format=torch.contiguous_format)
+        for name, tensor in tensors.items()
+    }
+
+
+def write_state(folder: Path, state: State) -> None:
+    """Write a state, or a copy of one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, tensors in state.items():
+        _save_file(tensors, folder / f"{name}.safetensors")
+    (folder / "backend.json").write_text(json.dumps({"format": 1, "trained_tensors": len(state["weights"])}))
 
 
 def load_state(folder: Path, modules: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -63,20 +94,22 @@ def load_state(folder: Path, modules: torch.nn.Module, optimizer: torch.optim.Op
     optimizer.state.clear()
     for parameter, name in names.items():
         state = {
-            key: moments[f"{name}/{key}"] for key in ("step", "exp_avg", "exp_avg_sq") if f"{name}/{key}" in moments
+            # a copy: what was read is still in the file, which may be deleted
+            key: moments[f"{name}/{key}"].clone()
+            for key in ("step", "exp_avg", "exp_avg_sq") if f"{name}/{key}" in moments
         }
         if state:
             optimizer.state[parameter] = state
 
 
-def save_teacher(folder: Path, teacher: torch.nn.Module, names: Iterable[str]) -> None:
+def collect_teacher(teacher: torch.nn.Module, names: Iterable[str]) -> State:
     """`teacher.safetensors`: of a teacher that was refreshed, the tensors that are trained in the policy."""
     weights = dict(teacher.named_parameters())
-    _save_file({name: weights[name].detach().clone() for name in names}, folder / "teacher.safetensors")
+    return {"teacher": {name: weights[name].detach() for name in names}}
 
 
 def load_teacher(folder: Path) -> dict[str, torch.Tensor] | None:
-    """What `save_teacher` wrote; None if the teacher was as the run began."""
+    """What `collect_teacher` found; None if the teacher was as the run began."""
     path = folder / "teacher.safetensors"
     if not path.is_file():
         return None

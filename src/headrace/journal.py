@@ -1,0 +1,227 @@
+"""What the trainer's loops tell the ledger, and what they get back from it after a crash.
+
+The rule: a training batch is durable in the ledger before its update is made. So after a crash the steps after the
+checkpoint are made again from the recorded batches, with nothing generated anew; groups that were whole are trained as
+they are; and episodes that were in flight are run again with every recorded answer handed back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from headrace.agents.record import DivergedReplay, EpisodeRecord, Journal, NoJournal
+from headrace.backends.base import Publication
+from headrace.data.episode import Episode, ModelOutput
+from headrace.data.ledger import Account, GroupState, Ledger
+from headrace.data.ledger.records import BatchRecord, CallRecord, ResultRecord, UnfinishedGroup
+from headrace.data.sampler import Draw
+from headrace.data.task import Message
+from headrace.pipeline.buffer import FinishedGroup
+
+
+class RunJournal:
+    """The ledger of a run, or nothing: then nothing is recorded and nothing is found."""
+
+    def __init__(self, ledger: Ledger | None) -> None:
+        self._ledger = ledger
+        unfinished = ledger.unfinished() if ledger else []
+        self.unfinished: dict[int, UnfinishedGroup] = {item.group.group_id: item for item in unfinished}
+        evaluations = ledger.evaluations() if ledger else []
+        self._evaluations = {(found.step, found.name): found.metrics for found in evaluations}
+
+    # ---- what was ---------------------------------------------------------------------------------------------
+
+    @property
+    def keeps(self) -> bool:
+        """Whether anything is recorded."""
+        return self._ledger is not None
+
+    def account(self) -> Account:
+        """Where every dispatched episode is, over all processes of the run."""
+        return self._ledger.account() if self._ledger else Account()
+
+    def next_position(self) -> tuple[int, int] | None:
+        """Where in the stream of tasks the next one is to be drawn; None if none was."""
+        last = self._ledger.last_position() if self._ledger else None
+        return None if last is None else (last[0], last[1] + 1)
+
+    def next_group_id(self) -> int:
+        """The first id that is free."""
+        last = self._ledger.last_group_id() if self._ledger else None
+        return 0 if last is None else last + 1
+
+    def batches_from(self, step: int) -> list[BatchRecord]:
+        """Batches that were recorded after `step` optimizer steps, in order."""
+        return self._ledger.batches_from(step) if self._ledger else []
+
+    def episodes_of(self, group_id: int) -> list[Episode]:
+        """All episodes of a recorded group."""
+        assert self._ledger is not None
+        return self._ledger.group(group_id)
+
+    def fingerprint(self, version: int) -> str | None:
+        """That of the weights that were published as `version`, if they were."""
+        found = self._ledger.publication(version) if self._ledger else None
+        return None if found is None else found.fingerprint
+
+    def evaluation(self, step: int, names: Iterable[str]) -> dict[str, dict[str, float]] | None:
+        """The recorded evaluation of a step, by set; None unless every set is there."""
+        found = {name: self._evaluations.get((step, name)) for name in names}
+        return None if None in found.values() else {name: dict(metrics or {}) for name, metrics in found.items()}
+
+    def episodes(self) -> Journal:
+        """The records of single episodes."""
+        return LedgerJournal(self._ledger, self.unfinished) if self._ledger else NoJournal()
+
+    # ---- what is ----------------------------------------------------------------------------------------------
+
+    def drawn(self, group_id: int, draw: Draw, size: int, version: int) -> None:
+        """A task is to be rolled out."""
+        if self._ledger:
+            self._ledger.dispatched(group_id, draw.position, draw.task.id, draw.task.source, size, version)
+
+    def whole(self, finished: FinishedGroup, step: int) -> None:
+        """All episodes of a group are there; it waits to be trained, or was dropped."""
+        if not self._ledger:
+            return
+        reason, state = finished.dropped_because, GroupState.WHOLE
+        if reason is not None:
+            state = GroupState.FAILED if finished.failed == len(finished.episodes) else GroupState.FILTERED
+        self._ledger.decided(
+            finished.group_id, state, reason=reason, step=None if reason is None else step,
+            failed=finished.failed, filtered=finished.filtered,
+        )  # fmt: skip
+
+    def stale(self, finished: FinishedGroup, step: int) -> None:
+        """A whole group is thrown away for its age."""
+        if self._ledger:
+            reason = "older than trainer.max_staleness"
+            self._ledger.decided(finished.group_id, GroupState.STALE, reason=reason, step=step, stale=finished.kept)
+
+    def nothing_to_train(self, groups: Iterable[FinishedGroup], step: int) -> None:
+        """Whole groups came to no update."""
+        for finished in groups if self._ledger else ():
+            assert self._ledger is not None
+            reason = "the batch held nothing to train"
+            self._ledger.decided(
+                finished.group_id, GroupState.FILTERED, reason=reason, step=step, filtered=finished.kept
+            )
+
+    async def training(
+        self, step: int, version: int, pieces: Sequence[Sequence[FinishedGroup]], again: Sequence[FinishedGroup]
+    ) -> None:
+        """These groups are about to be trained, in these pieces. Returns when that is durable."""
+        if not self._ledger:
+            return
+        fresh = [group.group_id for piece in pieces for group in piece]
+        sizes = [len(piece) for piece in pieces]
+        self._ledger.batch(step, version, fresh, [group.group_id for group in again], sizes)
+        for piece in pieces:
+            for finished in piece:
+                self._ledger.decided(finished.group_id, GroupState.TRAINED, step=step, trained=finished.kept)
+        await self._ledger.flushed()
+
+    def trained(self, step: int, steps: int, publication: Publication) -> None:
+        """So many optimizer steps were made on the batch of `step`, and the weights were published."""
+        if self._ledger:
+            self._ledger.committed(step, steps)
+            self._ledger.published(publication.version, publication.fingerprint, step + steps)
+
+    def evaluated(self, step: int, name: str, metrics: Mapping[str, float], episodes: Sequence[Episode]) -> None:
+        """One set was evaluated."""
+        if self._ledger:
+            self._ledger.evaluated(step, name, dict(metrics), episodes)
+
+    def saved(self, oldest_step: int, reusable: Iterable[int]) -> None:
+        """Checkpoints from `oldest_step` on are on disk: what only earlier ones would need may go."""
+        if self._ledger:
+            self._ledger.prune(oldest_step, list(reusable))
+
+    def close(self) -> None:
+        """Write what is left."""
+        if self._ledger:
+            self._ledger.close()
+
+
+class LedgerJournal:
+    """Records of episodes in the ledger. Only groups that were under way at a crash have something in theirs."""
+
+    def __init__(self, ledger: Ledger, unfinished: Mapping[int, UnfinishedGroup]) -> None:
+        self._ledger = ledger
+        self._unfinished = unfinished
+
+    def open(self, group_id: int, rollout_idx: int, seed: int) -> EpisodeRecord:
+        before = self._unfinished.get(group_id)
+        attempt = before.running.get(rollout_idx) if before else None
+        if attempt is None:
+            self._ledger.started(group_id, rollout_idx, 0, seed)
+            return LedgerRecord(self._ledger, group_id, rollout_idx, 0, seed)
+        calls = {found.call: found for found in self._ledger.calls(group_id, rollout_idx, attempt)}
+        results = {found.number: found for found in self._ledger.results(group_id, rollout_idx, attempt)}
+        return LedgerRecord(self._ledger, group_id, rollout_idx, attempt, seed, calls, results)
+
+    def restart(self, record: EpisodeRecord) -> EpisodeRecord:
+        assert isinstance(record, LedgerRecord)
+        attempt = record.attempt + 1
+        self._ledger.started(record.group_id, record.rollout_idx, attempt, record.seed)
+        return LedgerRecord(self._ledger, record.group_id, record.rollout_idx, attempt, record.seed)
+
+
+class LedgerRecord:
+    """One attempt at an episode: what it was told before the crash, and where what it is told now is written."""
+
+    keeps = True
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        group_id: int,
+        rollout_idx: int,
+        attempt: int,
+        seed: int,
+        calls: Mapping[int, CallRecord] | None = None,
+        results: Mapping[int, ResultRecord] | None = None,
+    ) -> None:
+        self._ledger = ledger
+        self.group_id = group_id
+        self.rollout_idx = rollout_idx
+        self.attempt = attempt
+        self.seed = seed
+        self.diverged = False
+        self._calls = dict(calls or {})
+        self._results = dict(results or {})
+
+    def recall_call(self, number: int, digest: str) -> ModelOutput | None:
+        found = self._calls.pop(number, None)
+        if found is None:
+            return None
+        self._require(found.request_digest == digest, f"model call {number}")
+        return found.output
+
+    def recall_result(self, number: int, digest: str) -> tuple[Any] | None:
+        found = self._results.pop(number, None)
+        if found is None:
+            return None
+        self._require(found.request_digest == digest, f"{found.kind} {found.name}")
+        return (found.payload,)
+
+    def called(self, output: ModelOutput, role: str, seed: int, digest: str, messages: Sequence[Message]) -> None:
+        self._ledger.called(
+            self.group_id, self.rollout_idx, self.attempt, output,
+            role=role, seed=seed, request_digest=digest, messages=messages,
+        )  # fmt: skip
+
+    def resulted(self, number: int, kind: str, name: str, digest: str, payload: Any) -> None:
+        self._ledger.resulted(
+            self.group_id, self.rollout_idx, self.attempt, number,
+            kind=kind, name=name, request_digest=digest, payload=payload,
+        )  # fmt: skip
+
+    def finished(self, episode: Episode) -> None:
+        self._ledger.finished(episode)
+
+    def _require(self, same: bool, what: str) -> None:
+        if not same:
+            self.diverged = True  # beside the exception, which a workflow may catch
+            raise DivergedReplay(f"{what} is not what it was before the crash: the workflow is not deterministic")

@@ -1,0 +1,105 @@
+"""Which settings may change when a run is gone on with. What is not listed is refused, with the difference shown."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace.config import RunConfig, flatten
+from headrace.errors import ConfigError
+
+FREE = (
+    "run.name", "run.dir", "run.resume",
+    "trainer.save_every", "trainer.save_last", "trainer.save_async", "trainer.keep_last", "trainer.keep_best",
+    "trainer.best_metric", "trainer.callbacks",
+    "rollout.max_concurrent", "rollout.timeout_s", "filters.most_replacements",
+    "produce.capacity", "produce.spill_above_mb",
+    "engine", "eval", "track", "ledger", "alarm", "simulate",
+)  # fmt: skip
+"""Settings, or whole sections, that say how a run is watched, kept and fed, and not what is learned."""
+
+UNLESS_DETERMINISTIC = (
+    "backend.micro_batch_tokens", "backend.logits_chunk", "backend.gradient_checkpointing", "backend.threads",
+    "engine.threads", "trainer.placement", "trainer.stream", "trainer.release_cache",
+)  # fmt: skip
+"""Settings that change results by rounding, which `run.deterministic` does not allow."""
+
+FIXED = ("engine.max_model_length",)
+"""Exceptions to FREE: it cuts responses."""
+
+BOUND_TO_STATE = ("model", "data", "algorithm.value_head")
+"""What the weights and the position in the task order of a checkpoint are bound to, also in a run of its own."""
+
+_ABSENT = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A setting that is not as it was."""
+
+    key: str
+    stored: Any
+    new: Any
+
+    def __str__(self) -> str:
+        return f"{self.key}: {_shown(self.stored)} → {_shown(self.new)}"
+
+
+def changes(stored: dict[str, Any], config: RunConfig) -> list[Change]:
+    """What differs from a stored config.json. A setting that it does not have was at today's default."""
+    new, usual = (dict(flatten(one.model_dump(mode="json"))) for one in (config, RunConfig()))
+    before = usual | dict(flatten(stored))
+    found = (Change(key, before.get(key, _ABSENT), new.get(key, _ABSENT)) for key in sorted({*before, *new}))
+    return [change for change in found if change.stored != change.new]
+
+
+def check_going_on(stored: dict[str, Any], config: RunConfig, folder: Path) -> list[str]:
+    """Raise ConfigError for what must stay as the run in `folder` has it; what else has changed, to be told."""
+    found = changes(stored, config)
+    refused = [change for change in found if not _may_change(change, config.run.deterministic)]
+    if refused:
+        raise ConfigError(
+            f"the run in {folder} was begun with other settings: {'; '.join(map(str, refused))}. Take the change back, "
+            f'start a new run with run.resume = "never", or start one from its newest checkpoint with '
+            f'run.resume = "{folder}" and another run.name'
+        )
+    told = [change for change in found if not _within(change.key, ("run",))]
+    notes = [f"changed settings: {'; '.join(map(str, told))}"] if told else []
+    if any(change.key == "trainer.steps" for change in told) and _rate_depends_on_steps(config):
+        notes.append(f"the learning rate follows the schedule of {config.trainer.steps} steps from here on")
+    return notes
+
+
+def check_branching(stored: dict[str, Any], config: RunConfig, source: Path) -> list[str]:
+    """Raise ConfigError for what a checkpoint of `source` cannot be used with; what else is different, to be told."""
+    found = [change for change in changes(stored, config) if not _within(change.key, ("run.name", "run.dir", "run.resume"))]
+    refused = [change for change in found if _within(change.key, BOUND_TO_STATE)]
+    if refused:
+        raise ConfigError(
+            f"{source} was made with other settings: {'; '.join(map(str, refused))}. Take the change back; or, to train "
+            f"its weights on something else, write them with `headrace export {source} FOLDER` and set model.name"
+        )
+    return [f"settings that differ from those of {source}: {'; '.join(map(str, found))}"] if found else []
+
+
+def _may_change(change: Change, deterministic: bool) -> bool:
+    if change.key == "trainer.steps":
+        return change.new > change.stored
+    if _within(change.key, UNLESS_DETERMINISTIC):
+        return not deterministic
+    return _within(change.key, FREE) and not _within(change.key, FIXED)
+
+
+def _within(key: str, settings: tuple[str, ...]) -> bool:
+    return any(key == one or key.startswith(f"{one}.") for one in settings)
+
+
+def _rate_depends_on_steps(config: RunConfig) -> bool:
+    section = config.optimizer
+    return section.schedule != "constant" or (section.warmup_ratio > 0 and not section.warmup_steps)
+
+
+def _shown(value: Any) -> str:
+    return "(none)" if value is _ABSENT else json.dumps(value, ensure_ascii=False)
