@@ -11,7 +11,7 @@ from rich.table import Table
 
 from headrace.assembly import assemble_evaluation, resolve_objective
 from headrace.backends.base import Backend
-from headrace.checkpoint import list_checkpoints, load_checkpoint
+from headrace.checkpoint import is_checkpoint, list_checkpoints, load_from
 from headrace.config import RunConfig
 from headrace.errors import ConfigError
 from headrace.registry import resolve
@@ -21,7 +21,9 @@ def evaluate_run(config: RunConfig, checkpoint: Path | None = None) -> dict[str,
     """Evaluate, print a table and return the metrics. `checkpoint` is a checkpoint or a run folder (its newest)."""
     if not config.eval.sets:
         raise ConfigError("the run file has no evaluation set; add a section [eval.sets.NAME] with tasks")
-    metrics = asyncio.run(_evaluate(resolve_objective(config), _find(checkpoint)))
+    if checkpoint is not None:
+        _require_checkpoint(checkpoint)
+    metrics = asyncio.run(_evaluate(resolve_objective(config), checkpoint))
     table = Table("set", "metric", "value", title=f"evaluation of {checkpoint or config.model.name}")
     for key, value in metrics.items():
         name, metric = key.removeprefix("eval/").split("/", 1)
@@ -32,23 +34,22 @@ def evaluate_run(config: RunConfig, checkpoint: Path | None = None) -> dict[str,
 
 def export_run(run_dir: Path, out: Path) -> Path:
     """A run's newest checkpoint (or a given one) as an ordinary model folder."""
-    checkpoint = _find(run_dir)
-    assert checkpoint is not None
-    home = checkpoint.parent.parent
+    _require_checkpoint(run_dir)
+    home = run_dir.resolve().parent.parent if is_checkpoint(run_dir) else run_dir
     try:
         config = RunConfig.model_validate_json((home / "config.json").read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read the configuration of the run {home}: {error}") from None
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out} exists and is not empty; choose another folder")
-    asyncio.run(_export(config, checkpoint, out))
+    asyncio.run(_export(config, run_dir, out))
     return out
 
 
 async def _export(config: RunConfig, checkpoint: Path, out: Path) -> None:
     backend: Backend = await asyncio.to_thread(resolve("backend", config.backend.name), config)
     try:
-        await load_checkpoint(checkpoint, backend)
+        await load_from(checkpoint, backend, _tell)
         await backend.export(out)
     finally:
         await backend.close()
@@ -58,7 +59,7 @@ async def _evaluate(config: RunConfig, checkpoint: Path | None) -> dict[str, flo
     parts = await asyncio.to_thread(assemble_evaluation, config)
     try:
         if checkpoint is not None:
-            await load_checkpoint(checkpoint, parts.backend)
+            await load_from(checkpoint, parts.backend, _tell)
         with Progress(console=Console(stderr=True), transient=True) as progress:
             bars = {}
 
@@ -73,10 +74,11 @@ async def _evaluate(config: RunConfig, checkpoint: Path | None) -> dict[str, flo
         await parts.backend.close()
 
 
-def _find(checkpoint: Path | None) -> Path | None:
-    if checkpoint is None or (checkpoint / "trainer.json").is_file():
-        return checkpoint
-    inside = list_checkpoints(checkpoint)
-    if not inside:
-        raise ConfigError(f"{checkpoint} is neither a checkpoint nor a run folder with one")
-    return inside[-1]
+def _require_checkpoint(path: Path) -> None:
+    """Before anything is loaded."""
+    if not is_checkpoint(path) and not list_checkpoints(path):
+        raise ConfigError(f"{path} is neither a checkpoint nor a run folder with one")
+
+
+def _tell(text: str) -> None:
+    Console(stderr=True).print(text, markup=False, highlight=False)

@@ -1,6 +1,6 @@
 """Checkpoints: what is in them, which there are, and how they are read.
 
-A checkpoint is a folder `step_000020` with a manifest. `CheckpointWriter` writes it beside, so a folder of that name was
+A checkpoint is a folder `step_000020` with a manifest. It is written beside and renamed, so a folder of that name was
 whole once; whether it still is, its checksums tell.
 """
 
@@ -123,7 +123,7 @@ async def load_newest(
 ) -> TrainerState | None:
     """Load the newest whole checkpoint of a run; None if there is none at all.
 
-    Damaged ones are told of and passed over; `set_aside` renames them, so that they are not taken for this run's newest.
+    Damaged ones are told of and passed over. `set_aside` renames them: they are no longer this run's newest.
     """
     damaged: list[tuple[Path, str]] = []
     for folder in reversed(_folders(run_dir)):

@@ -23,8 +23,8 @@ class RunSection(Section):
     dir: Path = Path("runs")
     """Folder that holds runs."""
     resume: str = "auto"
-    """What becomes of what is there already. "auto" goes on with an unfinished run in the folder; "never" leaves it alone
-    and starts NAME-2; a checkpoint or the folder of another run starts from there, in a folder of its own."""
+    """What is done about earlier work. "auto" goes on with an unfinished run in the folder; "never" leaves it alone and
+    starts NAME-2; a checkpoint, or the folder of another run, is where a new run starts from."""
     seed: int = 0
     """Seeds task order, sampling and initialisation."""
     deterministic: bool = False
@@ -357,9 +357,9 @@ class TrainerSection(Section):
     keep_best: int = Field(default=0, ge=0)
     """Checkpoints kept beside those: the ones whose evaluation was best by best_metric."""
     best_metric: str | None = None
-    """What keep_best goes by, such as "eval/NAME/pass@1"; higher is better. Empty: pass@1 of the only evaluation set."""
+    """What keep_best goes by, such as "eval/NAME/pass@1"; the higher the better. Empty: pass@1 of the only set."""
     save_async: bool | None = None
-    """Copy the state in memory and write it while training goes on; it costs that memory. Empty: where the backend can."""
+    """Copy the state, which takes memory, and write the copy while training goes on. Empty: where the backend can."""
     callbacks: tuple[str, ...] = ()
     """"module:class" of your own Callbacks, told of every step, publication and evaluation."""
 
@@ -431,8 +431,8 @@ class LedgerSection(Section):
     """The durable record of the run, ledger.sqlite in its folder."""
 
     enabled: bool = True
-    """Record every dispatched task, model call, episode, decision and training batch, so that a killed run goes on where
-    it was."""
+    """Record every dispatched task, model call, episode, decision and training batch, so that a killed run goes on
+    where it was."""
     keep_steps: int = Field(default=0, ge=0)
     """Keep what was said in episodes that were trained, or thrown away, up to so many steps ago; of older ones only the
     figures. 0 keeps everything."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -28,14 +28,19 @@ class Evaluator:
         self._seed = seed
 
     async def evaluate(
-        self, manager: AgentLoopManager, progress: Callable[[str, int, int], None] | None = None
+        self,
+        manager: AgentLoopManager,
+        progress: Callable[[str, int, int], None] | None = None,
+        keep: Callable[[str, dict[str, float], list[Episode]], None] | None = None,
     ) -> dict[str, float]:
-        """Metrics `eval/<set>/…` of every set."""
+        """Metrics `eval/<set>/…` of every set. `keep` gets those of each set, with its episodes."""
         metrics: dict[str, float] = {}
         for name, (section, tasks) in self._sets.items():
             episodes = await self._roll_out(manager, name, section, tasks, progress)
-            for key, value in evaluation_metrics(episodes, section.attempts, self._seed).items():
-                metrics[f"eval/{name}/{key}"] = value
+            found = evaluation_metrics(episodes, section.attempts, self._seed)
+            if keep is not None:
+                keep(name, found, [episode for attempts in episodes for episode in attempts])
+            metrics |= under(name, found)
         return metrics
 
     async def _roll_out(
@@ -71,6 +76,11 @@ class Evaluator:
                 for index, task in enumerate(tasks)
             ]
         return [task.result() for task in running]
+
+
+def under(name: str, metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics of a set under their keys."""
+    return {f"eval/{name}/{key}": value for key, value in metrics.items()}
 
 
 def evaluation_metrics(episodes: Sequence[Sequence[Episode]], attempts: int, seed: int = 0) -> dict[str, float]:

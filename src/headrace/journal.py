@@ -7,11 +7,14 @@ they are; and episodes that were in flight are run again with every recorded ans
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import Any
 
 from headrace.agents.record import DivergedReplay, EpisodeRecord, Journal, NoJournal
 from headrace.backends.base import Publication
+from headrace.config import RunConfig
 from headrace.data.episode import Episode, ModelOutput
 from headrace.data.ledger import Account, GroupState, Ledger
 from headrace.data.ledger.records import BatchRecord, CallRecord, ResultRecord, UnfinishedGroup
@@ -54,6 +57,11 @@ class RunJournal:
     def batches_from(self, step: int) -> list[BatchRecord]:
         """Batches that were recorded after `step` optimizer steps, in order."""
         return self._ledger.batches_from(step) if self._ledger else []
+
+    def under_way(self, recorded: Iterable[BatchRecord]) -> list[UnfinishedGroup]:
+        """Groups that were started and not decided about, without those of recorded batches, in order."""
+        taken = {group_id for record in recorded for group_id in record.group_ids}
+        return [self.unfinished[group_id] for group_id in sorted(self.unfinished.keys() - taken)]
 
     def episodes_of(self, group_id: int) -> list[Episode]:
         """All episodes of a recorded group."""
@@ -117,10 +125,14 @@ class RunJournal:
         fresh = [group.group_id for piece in pieces for group in piece]
         sizes = [len(piece) for piece in pieces]
         self._ledger.batch(step, version, fresh, [group.group_id for group in again], sizes)
-        for piece in pieces:
-            for finished in piece:
-                self._ledger.decided(finished.group_id, GroupState.TRAINED, step=step, trained=finished.kept)
+        self.decide_trained(step, [group for piece in pieces for group in piece])
         await self._ledger.flushed()
+
+    def decide_trained(self, step: int, groups: Iterable[FinishedGroup]) -> None:
+        """These groups belong to the recorded batch of `step`."""
+        for finished in groups:
+            assert self._ledger is not None
+            self._ledger.decided(finished.group_id, GroupState.TRAINED, step=step, trained=finished.kept)
 
     def trained(self, step: int, steps: int, publication: Publication) -> None:
         """So many optimizer steps were made on the batch of `step`, and the weights were published."""
@@ -142,6 +154,18 @@ class RunJournal:
         """Write what is left."""
         if self._ledger:
             self._ledger.close()
+
+
+def open_journal(run_dir: Path, config: RunConfig) -> RunJournal:
+    """The journal of a run, in its folder."""
+    return RunJournal(Ledger.open(run_dir, config.ledger) if config.ledger.enabled else None)
+
+
+def in_pieces(groups: Sequence[FinishedGroup], sizes: Sequence[int]) -> Iterator[tuple[Sequence[FinishedGroup], bool]]:
+    """The groups as they were learned from, and whether a piece is the last."""
+    ends = list(accumulate(sizes or [len(groups)]))
+    for start, end in pairwise([0, *ends]):
+        yield groups[start:end], end == ends[-1]
 
 
 class LedgerJournal:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 
 from headrace.agents.loop import AgentLoopManager
 from headrace.config import RunConfig
 from headrace.data.episode import Episode
+from headrace.data.ledger.records import GroupState, UnfinishedGroup
 from headrace.data.sampler import Draw, Position, TaskSampler
 from headrace.data.seeds import derive_seed
 from headrace.engine.base import SamplingParams
 from headrace.errors import DataError
+from headrace.journal import RunJournal
 from headrace.metrics import MetricsAggregator
 from headrace.pipeline.bias import SelectionBias
 from headrace.pipeline.buffer import FinishedGroup, TrajectoryGroupBuffer
@@ -54,6 +56,12 @@ class _Place:
 
     draw: Draw
     group_id: int
+    known: Mapping[int, Episode] = field(default_factory=dict)
+    """Episodes that were rolled out before the run was interrupted."""
+    counted: bool = False
+    """Whether the account has its episodes already."""
+    settled: bool = False
+    """Whether it was whole already, and the account has what was lost of it."""
 
 
 Unfinished = list[tuple[int, Position]]
@@ -71,8 +79,10 @@ class Producer:
         coordinator: SyncCoordinator,
         buffer: TrajectoryGroupBuffer,
         changes: Changes,
+        journal: RunJournal,
     ) -> None:
         self._config = config
+        self._journal = journal
         self._sampler = sampler
         self._manager = manager
         self._coordinator = coordinator
@@ -121,14 +131,24 @@ class Producer:
 
     def resume(self, unfinished: Iterable[tuple[int, Position]]) -> None:
         """Roll these out first, under the ids (and so the seeds) that they had."""
-        for group_id, (epoch, index) in unfinished:
-            position = (epoch, index)
-            self._resumed.append(_Place(Draw(position, self._sampler.task_at(position)), group_id))
-        self._places = {place.group_id: place for place in self._resumed}
+        for group_id, position in unfinished:
+            self._take_up(_Place(self._sampler.draw_at(position), group_id))
+
+    def take_up(self, unfinished: Iterable[UnfinishedGroup]) -> None:
+        """Go on with these first, from where the ledger says that they were."""
+        for found in unfinished:
+            group = found.group
+            settled = group.state == GroupState.WHOLE
+            draw = self._sampler.draw_at(group.position)
+            self._take_up(_Place(draw, group.group_id, found.episodes, counted=True, settled=settled))
+
+    def _take_up(self, place: _Place) -> None:
+        self._resumed.append(place)
+        self._places[place.group_id] = place
 
     def durations(self) -> MetricsAggregator:
         """How long the groups took that became whole since this was last asked."""
-        return self._durations.metrics()
+        return self._durations.metrics(self._coordinator.version)
 
     def _next_places(self) -> list[_Place]:
         # where generation runs ahead, a step trains what is whole, of whatever batch: a short one would be a debt
@@ -142,7 +162,12 @@ class Producer:
     def _new_place(self, draw: Draw) -> _Place:
         place = _Place(draw, self._new_group_id())
         self._places[place.group_id] = place
+        self._record(place)
         return place
+
+    def _record(self, place: _Place) -> None:
+        size = self._config.rollout.group_size
+        self._journal.drawn(place.group_id, place.draw, size, self._coordinator.version)
 
     def _new_group_id(self) -> int:
         self.next_group_id += 1
@@ -154,7 +179,7 @@ class Producer:
         self._rollouts.create_task(self._fill(place))
 
     def _admitted(self, place: _Place) -> None:
-        self._coordinator.started(place.group_id, self._config.rollout.group_size)
+        self._coordinator.started(place.group_id, 0 if place.counted else self._config.rollout.group_size)
         self.bias.submitted(place.draw.task.source)
 
     async def _fill(self, place: _Place) -> None:
@@ -167,29 +192,32 @@ class Producer:
             if replaced == most - 1:
                 raise _nothing_to_train(finished, most)
             del self._places[place.group_id]
-            place.draw, place.group_id = self._sampler.next(), self._new_group_id()
-            self._places[place.group_id] = place
+            place = self._new_place(self._sampler.next())
             self._admitted(place)
 
     async def _roll_out(self, place: _Place) -> FinishedGroup:
-        size, started, version = self._config.rollout.group_size, time.perf_counter(), self._coordinator.version
+        size, started = self._config.rollout.group_size, time.perf_counter()
         whole: list[FinishedGroup] = []
 
         def keep(episode: Episode) -> None:
             finished = self._buffer.add_episode(episode, size)
             if finished is not None:  # told at once: from now on the learner may take it
-                self._settle(finished, time.perf_counter() - started, version)
+                self._settle(finished, time.perf_counter() - started, place.settled)
                 whole.append(finished)
 
-        await self._manager.roll_out_group(place.draw.task, place.group_id, size, self._seed, self._sampling, keep)
+        await self._manager.roll_out_group(
+            place.draw.task, place.group_id, size, self._seed, self._sampling, keep, place.known
+        )
         (finished,) = whole
         self._stop_if_nothing_ever_worked(finished)
         return finished
 
-    def _settle(self, finished: FinishedGroup, duration_s: float, version: int) -> None:
-        self._durations.add(duration_s, finished, version, self._coordinator.version)
+    def _settle(self, finished: FinishedGroup, duration_s: float, settled: bool) -> None:
+        self._durations.add(duration_s, finished)
         self.bias.finished(finished, duration_s)
-        self._coordinator.settled(failed=finished.failed, filtered=finished.filtered)
+        if not settled:
+            self._coordinator.settled(failed=finished.failed, filtered=finished.filtered)
+            self._journal.whole(finished, self._coordinator.version)
         if finished.dropped_because is None:
             self._coordinator.became_whole(finished.group_id, finished.oldest_version)
         else:

@@ -83,6 +83,7 @@ _EXTRA_OF_PACKAGE = {
     "peft": "local",
     "gguf": "gguf",
     "matplotlib": "plot",
+    "pyarrow": "parquet",
 }
 
 _registered: dict[tuple[str, str], Any] = {}

@@ -74,12 +74,14 @@ def check_going_on(stored: dict[str, Any], config: RunConfig, folder: Path) -> l
 
 def check_branching(stored: dict[str, Any], config: RunConfig, source: Path) -> list[str]:
     """Raise ConfigError for what a checkpoint of `source` cannot be used with; what else is different, to be told."""
-    found = [change for change in changes(stored, config) if not _within(change.key, ("run.name", "run.dir", "run.resume"))]
+    found = [
+        change for change in changes(stored, config) if not _within(change.key, ("run.name", "run.dir", "run.resume"))
+    ]
     refused = [change for change in found if _within(change.key, BOUND_TO_STATE)]
     if refused:
         raise ConfigError(
-            f"{source} was made with other settings: {'; '.join(map(str, refused))}. Take the change back; or, to train "
-            f"its weights on something else, write them with `headrace export {source} FOLDER` and set model.name"
+            f"{source} was made with other settings: {'; '.join(map(str, refused))}. Take the change back; or, to use "
+            f"its weights for something else, write them with `headrace export {source} FOLDER` and set model.name"
         )
     return [f"settings that differ from those of {source}: {'; '.join(map(str, found))}"] if found else []
 

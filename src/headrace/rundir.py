@@ -12,6 +12,8 @@ from typing import Any
 
 from headrace.checkpoint import is_checkpoint, list_checkpoints
 from headrace.config import RunConfig
+from headrace.data.ledger import LedgerReader
+from headrace.data.ledger.files import ledger_file
 from headrace.durable import write_durably
 from headrace.errors import ConfigError
 from headrace.registry import nearest
@@ -41,9 +43,9 @@ class Claim:
 def claim_run_dir(config: RunConfig) -> Iterator[Claim]:
     """Choose the run's folder, lock it, check what is in it against the configuration, and write that down.
 
-    `run.resume` says which folder: "auto" goes on with an unfinished run in DIR/NAME, and leaves a finished one alone: the
-    run gets NAME-2, NAME-3 …; "never" leaves both alone. A path starts there in a folder that holds no other run; but the
-    path of this very folder goes on with it, even if it is finished.
+    `run.resume` says which folder. "auto" goes on with an unfinished run in DIR/NAME, and leaves a finished one alone:
+    the run gets NAME-2, NAME-3 …. "never" leaves both alone. A path starts from there in a folder that holds no other
+    run; but the path of this very folder goes on with the run in it, even if it is finished.
     """
     source = _source(config)
     base = config.run.dir / config.run.name
@@ -80,8 +82,13 @@ def stored_config(folder: Path) -> dict[str, Any] | None:
 
 
 def holds_work(folder: Path) -> bool:
-    """Whether something would be lost if the folder were begun anew: a checkpoint, or a step that was made."""
-    return any((folder / "checkpoints").glob("step_*")) or max(read_rows(folder / FILE_NAME), default=0) > 0
+    """Whether something would be lost if the folder were begun anew: a checkpoint, a step, or a recorded episode."""
+    if any((folder / "checkpoints").glob("step_*")) or max(read_rows(folder / FILE_NAME), default=0) > 0:
+        return True
+    if not ledger_file(folder).exists():
+        return False
+    with LedgerReader.read(folder) as ledger:
+        return ledger.account().dispatched > 0
 
 
 # ---- which folder ----------------------------------------------------------------------------------------------------
@@ -130,7 +137,7 @@ def _is_free(config: RunConfig, folder: Path, source: Path | None) -> bool:
         return True
     if (folder / _FINISHED).exists():
         return False
-    if config.run.resume == "auto" or not (folder / _CONFIG).exists():
+    if config.run.resume == "auto" or not ((folder / _CONFIG).exists() or holds_work(folder)):
         return True
     # the same command again goes on with what it began
     return source is not None and (stored_config(folder) or {}).get("run", {}).get("resume") == config.run.resume
@@ -145,20 +152,29 @@ def _is_own(folder: Path, source: Path | None) -> bool:
 
 def _enter(config: RunConfig, folder: Path, source: Path | None) -> Claim:
     """Check before anything is written: a refused start leaves the folder as it was."""
-    goes_on, notes = holds_work(folder), []
-    own = _is_own(folder, source)
+    own, goes_on = _is_own(folder, source), holds_work(folder)
     stored = stored_config(folder) if goes_on or own else None
-    if stored is not None:
-        notes = check_going_on(stored, config, folder)
-    elif own:
+    notes = _which(config, folder)
+    if own and stored is None:
         raise ConfigError(f"{folder} holds no run to go on with (it has no {_CONFIG}); give the folder of a run")
-    elif source is not None:
-        notes = _check_source(config, source)
+    if goes_on:
+        unknown = f"{folder} has no {_CONFIG}: whether it was begun with other settings is not known"
+        notes += [unknown] if stored is None else check_going_on(stored, config, folder)
+    elif source is not None and not own:
+        notes += _check_source(config, source)
     if own and (folder / _FINISHED).exists():
         _reopen(folder, stored or {}, config)
     tidy(folder)
     write_durably(folder / _CONFIG, config.model_dump_json(indent=2) + "\n")
     return Claim(folder, goes_on, None if own else source, tuple(notes))
+
+
+def _which(config: RunConfig, folder: Path) -> list[str]:
+    name = config.run.name
+    if folder.name == name:
+        return []
+    why = "finished" if (folder.with_name(name) / _FINISHED).exists() else "left alone"
+    return [f"{name} is {why}; this run is {folder.name}"]
 
 
 def _check_source(config: RunConfig, source: Path) -> list[str]:
@@ -188,8 +204,8 @@ def _writable(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError(
-            f"cannot write the run folder {folder}: {error.strerror}; make room or make it writable, or choose another "
-            f"with --run-dir"
+            f"cannot write the run folder {folder}: {error.strerror or error}; make room or make it writable, or "
+            f"choose another with --run-dir"
         ) from None
 
 

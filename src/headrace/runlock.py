@@ -32,10 +32,11 @@ class RunLock:
         except BlockingIOError:
             with self._file:
                 self._file.seek(0)
-                raise RunFolderInUseError(
-                    f"the run folder {folder} is in use by {_described(self._file.read())}; wait for it to end, stop it, "
-                    f"or choose another folder with --run-dir"
-                ) from None
+                owner = _described(self._file.read())
+            raise RunFolderInUseError(
+                f"the run folder {folder} is in use by {owner}; wait for it to end, stop it, or choose another folder "
+                f"with --run-dir"
+            ) from None
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 self._file.close()

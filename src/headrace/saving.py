@@ -48,8 +48,8 @@ class CheckpointWriter:
     async def save(self, state: TrainerState, last: bool = False, undecided: Collection[int] = ()) -> Path:
         """Copy the state and begin to write it, once the checkpoint before it is whole.
 
-        The `last` one is written at once, as nothing goes on beside it. Checkpoints of steps that are `undecided` are kept:
-        their evaluation is still to come.
+        The `last` one is written at once, as nothing goes on beside it. Checkpoints of `undecided` steps are kept: their
+        evaluation is still to come.
         """
         await self.wait()
         target = checkpoint_folder(self._run_dir, state.step)
@@ -176,7 +176,11 @@ def _put_in_place(beside: Path, target: Path) -> None:
         replaced = _beside(target, _REPLACED)
         shutil.rmtree(replaced, ignore_errors=True)
         target.rename(replaced)
-        beside.rename(target)
+        try:
+            beside.rename(target)
+        except OSError:
+            replaced.rename(target)
+            raise
         sync(target.parent)
         shutil.rmtree(replaced, ignore_errors=True)
     else:

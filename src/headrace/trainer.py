@@ -10,27 +10,32 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import aclosing, closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from headrace import memory
-from headrace.advantage.filters import is_uniform
 from headrace.assembly import Tasks, assemble, resolve_objective
+from headrace.backends.base import Publication
 from headrace.callbacks import Callback, CallbackSet, Evaluating, Saving, Tracking
-from headrace.checkpoint import TrainerState, list_checkpoints, load_checkpoint, save_checkpoint
+from headrace.checkpoint import TrainerState, list_checkpoints, load_from, load_newest, step_of, with_evaluation
 from headrace.config import RunConfig
 from headrace.errors import DataError, EngineError, PublicationError
+from headrace.evaluator import under
+from headrace.handout import HandOut
+from headrace.journal import RunJournal, in_pieces, open_journal
 from headrace.learner import Learner
 from headrace.metrics import Reducer
 from headrace.pipeline.buffer import FinishedGroup, TrajectoryGroupBuffer
 from headrace.pipeline.clock import StepClock
 from headrace.pipeline.coordinator import SyncCoordinator
 from headrace.producer import Changes, OpenedBatch, Producer
+from headrace.random_state import random_states, restore_random_states
 from headrace.registry import resolve
-from headrace.rundir import log_to_file, mark_finished, prepare_run_dir
+from headrace.rundir import claim_run_dir, log_to_file, mark_finished
+from headrace.saving import CheckpointWriter
 from headrace.summary import summarize
 from headrace.track.base import RunInfo, TrackerSet
 
@@ -66,8 +71,12 @@ class UnifiedTrainer:
         named = [resolve("callback", name)() for name in config.trainer.callbacks]
         self._own_callbacks = [*named, *callbacks]
         self._stop_requested = False
+        self._hand_out: HandOut | None = None
         self._skipped_in_a_row = 0
+        self._producing: asyncio.Task[None] | None = None
         self._warned: set[str] = set()
+        self._evaluations: list[dict[str, float]] = []
+        self._evaluating: set[int] = set()
         self._first_evaluation: dict[str, float] = {}
         self._last_evaluation: dict[str, float] = {}
         self._last_metrics: dict[str, float] = {}
@@ -79,41 +88,57 @@ class UnifiedTrainer:
     def stop(self) -> None:
         """Finish the current step, save, and return from `fit`."""
         self._stop_requested = True
+        if self._hand_out is not None:
+            self._hand_out.enough = True
 
     async def fit_async(self) -> RunResult:
         """`fit` for a running event loop."""
-        self._run_dir = prepare_run_dir(self._as_given)
+        with claim_run_dir(self._as_given) as self._claim:
+            self._run_dir = self._claim.folder
+            return await self._fit()
+
+    async def _fit(self) -> RunResult:
         with closing(log_to_file(self._run_dir)):
             self._trackers = TrackerSet.from_names(self.config.track.trackers)
             # tracked before it is saved: what a checkpoint contains is never missing from the metrics
             self._callbacks = CallbackSet([Evaluating(), *self._own_callbacks, Tracking(self._trackers), Saving()])
             self._parts = await asyncio.to_thread(assemble, self.config, *self._given)
             self.engine = self._parts.engine
+            self._checkpoints: CheckpointWriter | None = None
+            self._journal = RunJournal(None)
             try:
+                self._journal = open_journal(self._run_dir, self.config)
+                self._checkpoints = CheckpointWriter(self._run_dir, self._parts.backend, self.config)
                 with self._stop_on_interrupt():
                     await self._train()
             except BaseExceptionGroup as group:
                 raise _first_error(group) from None
             finally:
+                if self._checkpoints is not None:
+                    await self._checkpoints.close()
                 self._trackers.close()
+                self._journal.close()
                 await self._parts.engine.close()
                 await self._parts.backend.close()
         return self._finish()
 
     async def _train(self) -> None:
-        config = self.config
+        config, notes = self.config, list(self._claim.notes)
+        state = await self._resumed_state(notes.append)
+        info = self._as_given.model_dump(mode="json")
         self._trackers.start(
-            RunInfo(config.run.name, self._run_dir, config.trainer.steps, self._as_given.model_dump(mode="json"))
+            RunInfo(config.run.name, self._run_dir, config.trainer.steps, info, self._goes_on_from(state))
         )
-        if self._run_dir.name != config.run.name:
-            self._trackers.message(f"{config.run.name} is finished; this run is {self._run_dir.name}")
-        await self._set_up(await self._resumed_state())
+        for note in notes:
+            self._trackers.message(note)
+        await self._set_up(state)
         async with asyncio.TaskGroup() as self._loops:
             before = await self._callbacks.call("on_train_start", self)
             if before:
                 self._trackers.log(0, before)
             self._clock.restart()
             watch = self.spawn(self._watch())
+            await self._replay()
             self._producing = self.spawn(self._producer.run())
             await self._learn()
             self._producing.cancel()
@@ -125,6 +150,10 @@ class UnifiedTrainer:
         config, parts = self.config, self._parts
         version = state.version if state else 0
         self.step = state.step if state else 0
+        self._buffer = TrajectoryGroupBuffer(config, parts.grouping, self._run_dir / "spill")
+        self._recorded = self._journal.batches_from(self.step)
+        for record in self._recorded:  # the very last may have been cut off by the crash
+            self._journal.decide_trained(record.step, self._recorded_groups(record.group_ids))
         self._coordinator = SyncCoordinator(
             parts.policy,
             config.fresh_groups,
@@ -132,22 +161,44 @@ class UnifiedTrainer:
             over_sample=config.produce.over_sample,
             capacity=config.produce.capacity,
             batches=self._batches_left,
+            account=self._journal.account(),
         )
-        self._buffer = TrajectoryGroupBuffer(config, parts.grouping, self._run_dir / "spill")
         self._changes = Changes()
-        self._producer = Producer(config, parts.sampler, parts.manager, self._coordinator, self._buffer, self._changes)
+        self._producer = Producer(
+            config, parts.sampler, parts.manager, self._coordinator, self._buffer, self._changes, self._journal
+        )
         self._learner = Learner(config, parts.backend, parts.objective, parts.policy)
         self._clock = StepClock()
         section, shares = config.trainer, parts.engine.shares_weights
         self._streams = self._learner.streams and (not shares if section.stream is None else section.stream)
         lends = section.max_staleness == 0 if section.release_cache is None else section.release_cache
         self._lends = shares and lends and not self._streams
-        if state is not None:
-            parts.sampler.position = state.sampler_position
+        self._hand_out = HandOut(
+            config, self._coordinator, self._buffer, self._producer, self._changes, self._journal, self._streams,
+            self._trackers.message,
+        )  # fmt: skip
+        parts.manager.journal = self._journal.episodes()
+        self._take_up(state)
+        await parts.backend.publish(version)
+
+    def _take_up(self, state: TrainerState | None) -> None:
+        """Go on where the run stood: by the ledger, which knows more than the checkpoint, or by the checkpoint."""
+        position = self._journal.next_position()
+        if position is not None:
+            self._parts.sampler.position = position
+            self._producer.next_group_id = self._journal.next_group_id()
+            self._producer.take_up(self._journal.under_way(self._recorded))
+        elif state is not None:
+            self._parts.sampler.position = state.sampler_position
             self._producer.next_group_id = state.next_group_id
             self._producer.resume(state.unfinished)
-            self._first_evaluation = state.first_evaluation
-        await parts.backend.publish(version)
+        if state is not None:
+            self._evaluations = state.evaluations
+            self._first_evaluation, self._last_evaluation = state.first_evaluation, state.last_evaluation
+            restore_random_states(state.random)
+            self._parts.policy.restore(state.extra.get("policy"))
+            for group_id, uses in state.extra.get("used", ()) if self._journal.keeps else ():
+                self._buffer.retain_again(self._recorded_groups([group_id])[0], uses)
 
     @property
     def _batches_left(self) -> int:
@@ -175,13 +226,12 @@ class UnifiedTrainer:
         """Gather the groups of a step, learn from them, publish."""
         self._learner.begin(self._coordinator.version)
         memory.reset_peak()
-        finished: list[FinishedGroup] = []
+        pieces: list[list[FinishedGroup]] = []
         again: list[FinishedGroup] = []
-        async with aclosing(self._gather(batch.size)) as pieces:
-            async for some, last in pieces:
-                finished += some
-                if last:
-                    again = self._buffer.take_used(self.config.trainer.batch_size - len(finished), self._too_old)
+        assert self._hand_out is not None
+        async with aclosing(self._hand_out.gather(batch.size, self.step)) as gathered:
+            async for some, again in gathered:
+                pieces.append(some)
                 if self._lends:
                     peak_mb = memory.peak_mb()
                     await self._lend_memory()
@@ -190,17 +240,38 @@ class UnifiedTrainer:
                     await self._learner.learn(some, again)
         if self._learner.has_something:
             with self._clock.training():
-                await self._update(finished, again)
+                await self._journal.training(self.step, self._coordinator.version, pieces, again)
+                await self._update([group for piece in pieces for group in piece], again)
         if self._lends:
             self._learner.metrics.record("memory/train_peak_mb", memory.peak_mb(), Reducer.MAX)
             await self.engine.resume()
         if self._learner.has_something:
             await self._end_of_step()
         else:
-            self._skip(finished)
+            self._skip([group for piece in pieces for group in piece])
         self._clock.restart()
         self._coordinator.resume()
         self._changes.notify()
+
+    async def _replay(self) -> None:
+        """Make the steps again that were recorded after the checkpoint: from the record, with nothing generated."""
+        if self._recorded:
+            self._trackers.message(f"making {len(self._recorded)} recorded steps again, from step {self.step + 1}")
+        for record in self._recorded:
+            await self._callbacks.call("on_batch_start", self.step)
+            self._coordinator.open_batch()
+            self._learner.begin(self._coordinator.version)
+            fresh, again = map(self._recorded_groups, (record.group_ids, record.again))
+            with self._clock.training():
+                for piece, last in in_pieces(fresh, record.pieces):
+                    await self._learner.learn(piece, again if last else ())
+                await self._update(fresh, again, replayed=True)
+            await self._end_of_step()
+            self._clock.restart()
+            self._coordinator.resume()
+
+    def _recorded_groups(self, group_ids: Iterable[int]) -> list[FinishedGroup]:
+        return [self._buffer.form(group_id, self._journal.episodes_of(group_id)) for group_id in group_ids]
 
     async def _lend_memory(self) -> None:
         """The engine's cache makes room for the learner's activations; it is rebuilt when decoding goes on."""
@@ -208,83 +279,9 @@ class UnifiedTrainer:
         await self.engine.release_cache()
         memory.reset_peak()
 
-    async def _gather(self, size: int) -> AsyncGenerator[tuple[list[FinishedGroup], bool], None]:
-        """The groups of a step: all at once, or, when streaming, some as soon as they are whole; and if they are all."""
-        taken, last = 0, False
-        while not last:
-            some = await self._take(size - taken)
-            taken += len(some)
-            last = taken >= size and not self._coordinator.due()
-            assert last or self._streams, "a step that does not stream is taken at once"
-            yield some if self._streams else await self._with_partly_solved(some), last
-
-    async def _take(self, wanted: int) -> list[FinishedGroup]:
-        """Wait for groups that the step may take, and take them.
-
-        None, if it has enough and waited only for due groups, which turned out to be younger than they could have been.
-        """
-
-        def is_ready() -> bool:
-            return self._takeable(wanted)[0] > 0 or (wanted <= 0 and not self._coordinator.due())
-
-        await self._changes.until(is_ready)
-        count, first = self._takeable(wanted)
-        some = self._buffer.take(count, first)
-        for group in some:
-            self._coordinator.taken(group.group_id)
-        self._changes.notify()
-        return some
-
-    def _takeable(self, wanted: int) -> tuple[int, list[int]]:
-        """How many whole groups the step may take now, of those it still wants (0: wait), and which of them first."""
-        self._drop_stale()
-        due = self._coordinator.due()
-        late = sum(group_id not in self._buffer for group_id in due)
-        if not self._streams:
-            enough = max(wanted, len(due))
-            return (enough if not late and len(self._buffer) >= enough else 0), due
-        if self.config.run.deterministic:  # in the order of dispatch, so that gradients add up in the same order
-            in_order, enough = self._coordinator.whole_in_order(), max(wanted, 0)
-            chosen = [*in_order[:enough], *(group_id for group_id in in_order[enough:] if group_id in due)]
-            return len(chosen), chosen
-        ready = len(self._buffer)
-        return max(min(ready, wanted - late), min(ready, len(due) - late)), due
-
-    def _drop_stale(self) -> None:
-        """Throw away what the staleness policy will not train, and start others in their place."""
-        stale = self._coordinator.stale()
-        for group in self._buffer.take(len(stale), first=stale) if stale else ():
-            self._coordinator.gone(group.group_id)
-            self._coordinator.settled(stale=group.kept)
-            self._producer.bias.dropped(group)
-            self._producer.trained([group])
-        self._producer.refill(len(stale))
-
-    async def _with_partly_solved(self, finished: list[FinishedGroup]) -> list[FinishedGroup]:
-        """With more batches, until enough tasks are partly solved (`filters.min_partial_tasks`)."""
-        wanted = self.config.filters.min_partial_tasks
-        for added in range(self.config.filters.most_replacements):
-            partial = sum(any(not is_uniform(g) for g in item.groups if g.has_rewards) for item in finished)
-            if partial >= wanted or self._stop_requested:
-                return finished
-            self._trackers.message(f"{partial} of {wanted} partly solved tasks; adding batch {added + 2}")
-            self._coordinator.skipped()
-            self._changes.notify()
-            finished += await self._take((await self._producer.batches.get()).size)
-        raise DataError(
-            f"filters.min_partial_tasks wants {wanted} partly solved tasks, and {len(finished)} tasks in "
-            f"{self.config.filters.most_replacements} batches did not hold them; use tasks of middling difficulty"
-        )
-
-    def _too_old(self, group: FinishedGroup) -> bool:
-        """Whether a group is too old to be trained once more. Policies that look at single tokens do so later."""
-        policy, oldest = self._parts.policy, group.oldest_version
-        age = self._coordinator.version - oldest if oldest is not None else 0
-        return policy.is_stale(age) or (policy.waits_for_due and age > policy.max_staleness)
-
-    async def _update(self, finished: list[FinishedGroup], again: list[FinishedGroup]) -> None:
-        """Change the weights and hand them to the engine."""
-        coordinator = self._coordinator
+    async def _update(self, finished: list[FinishedGroup], again: list[FinishedGroup], replayed: bool = False) -> None:
+        """Change the weights and hand them to the engine. `replayed`: the account has these groups as trained."""
+        coordinator, before = self._coordinator, self.step
         if not (self.config.trainer.max_staleness and self.config.trainer.partial_rollouts):
             coordinator.pause()  # in step, evaluation and checkpoint are to see the engine idle
         if self.engine.shares_weights:
@@ -293,10 +290,14 @@ class UnifiedTrainer:
         self.step += await self._learner.update(self.step)
         await self._drained()
         publication = await self._parts.backend.publish(coordinator.version + 1)
-        coordinator.settled(trained=sum(item.kept for item in finished))
+        if replayed:
+            self._compare_with_record(publication)
+        else:
+            coordinator.settled(trained=sum(item.kept for item in finished))
+        self._journal.trained(before, self.step - before, publication)
         coordinator.published(publication.version)
         coordinator.needs(self._batches_left)  # a batch of few rows makes fewer updates than it should
-        if self.engine.shares_weights and not self._lends:
+        if self.engine.shares_weights and not (self._lends and not replayed):
             await self.engine.resume()
         self._producer.trained(finished)
         self._producer.bias.trained(finished)
@@ -304,6 +305,16 @@ class UnifiedTrainer:
         self._skipped_in_a_row = 0
         self._changes.notify()
         await self._callbacks.call("on_policy_updated", publication.version, publication.fingerprint)
+
+    def _compare_with_record(self, publication: Publication) -> None:
+        recorded = self._journal.fingerprint(publication.version)
+        if recorded is not None and recorded != publication.fingerprint:
+            self._warn_once(
+                "replay",
+                f"step {self.step}, made again from its record, gave other weights (fingerprint "
+                f"{publication.fingerprint}, not {recorded}): the same up to rounding, unless the installation has "
+                f"changed; run.deterministic = true makes them equal",
+            )
 
     async def _drained(self) -> None:
         """Without partial rollouts, wait until nothing is in flight."""
@@ -315,6 +326,7 @@ class UnifiedTrainer:
         """Nothing in the batch can be trained: no update, and another batch in its place."""
         self._coordinator.settled(filtered=sum(item.kept for item in finished))
         self._coordinator.skipped()
+        self._journal.nothing_to_train(finished, self.step)
         self._producer.trained(finished)
         for group in finished:
             self._producer.bias.dropped(group)
@@ -327,7 +339,7 @@ class UnifiedTrainer:
 
     async def _end_of_step(self) -> None:
         """Figures, and callbacks: evaluation, tracking and checkpoint are among them."""
-        if self.step >= self.config.trainer.steps:
+        if self.step >= self.config.trainer.steps and self._producing is not None:
             self._producing.cancel()  # what is still in flight will not be trained
         metrics = self._learner.metrics
         for name, count in asdict(self._coordinator.account()).items():
@@ -396,11 +408,12 @@ class UnifiedTrainer:
     async def evaluate(self, pinned: bool = False) -> dict[str, float]:
         """Evaluate every set; `pinned` keeps the weights of now for it while training goes on."""
         step = self.step
+        self._evaluating.add(step)
         if pinned:  # first of all: a callback may take its time, and the weights would change
             await self.engine.pin()
         try:
             await self._callbacks.call("on_validation_start", step)
-            found = await self._parts.evaluator.evaluate(self._parts.eval_manager)
+            found = await self._recorded_or_new_evaluation(step)
         finally:
             if pinned:
                 await self.engine.unpin()
@@ -408,7 +421,18 @@ class UnifiedTrainer:
         if step == 0:
             self._first_evaluation = found
         await self._callbacks.call("on_validation_end", step, found)
-        return {**found, "eval/step": float(step)}
+        whole = {**found, "eval/step": float(step)}
+        self._evaluations = with_evaluation(self._evaluations, whole)
+        self._evaluating.discard(step)
+        return whole
+
+    async def _recorded_or_new_evaluation(self, step: int) -> dict[str, float]:
+        recorded = self._journal.evaluation(step, self.config.eval.sets)
+        if recorded is not None:  # made before the run was interrupted
+            return {key: value for name, metrics in recorded.items() for key, value in under(name, metrics).items()}
+        return await self._parts.evaluator.evaluate(
+            self._parts.eval_manager, keep=lambda *found: self._journal.evaluated(step, *found)
+        )
 
     async def save(self) -> None:
         """Write a checkpoint."""
@@ -417,19 +441,31 @@ class UnifiedTrainer:
             version=self._coordinator.version,
             sampler_position=self._parts.sampler.position,
             next_group_id=self._producer.next_group_id,
-            first_evaluation=self._first_evaluation,
+            evaluations=self._evaluations,
             unfinished=self._producer.unfinished(),
+            random=random_states(),
+            extra={"policy": self._parts.policy.state(), "used": self._buffer.used()},
         )
-        await save_checkpoint(self._run_dir, state, self._parts.backend, self.config.trainer.keep_last)
+        assert self._checkpoints is not None
+        last = self._stop_requested or self.step >= self.config.trainer.steps
+        await self._checkpoints.save(state, last, self._evaluating)
+        for oldest in list_checkpoints(self._run_dir)[:1]:  # none while the first is being written
+            self._journal.saved(step_of(oldest), self._buffer.reusable)
+        self.spawn(self._checkpoints.wait())  # a failure while it is written ends the run
 
-    async def _resumed_state(self) -> TrainerState | None:
+    async def _resumed_state(self, tell: Callable[[str], None]) -> TrainerState | None:
         """That of the newest checkpoint, with the backend's loaded; None if there is none."""
-        checkpoints = list_checkpoints(self._run_dir)
-        if not checkpoints:
-            return None
-        state = await load_checkpoint(checkpoints[-1], self._parts.backend)
-        self._trackers.message(f"going on from {checkpoints[-1]}")
+        backend = self._parts.backend
+        state = await load_newest(self._run_dir, backend, tell, set_aside=True)
+        if state is None and self._claim.start_from is not None and self._journal.next_position() is None:
+            return await load_from(self._claim.start_from, backend, tell)
         return state
+
+    def _goes_on_from(self, state: TrainerState | None) -> int | None:
+        """The step that trackers are to go on from; None for a run that begins."""
+        if self._journal.next_position() is None and not list_checkpoints(self._run_dir):
+            return None
+        return state.step if state else 0
 
     def _finish(self) -> RunResult:
         interrupted = self._stop_requested and self.step < self.config.trainer.steps

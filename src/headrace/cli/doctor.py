@@ -18,6 +18,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "local": ("jinja2", "peft", "safetensors", "tokenizers", "torch", "transformers"),
     "gguf": ("gguf",),
     "plot": ("matplotlib",),
+    "parquet": ("pyarrow",),
 }
 _NEEDED_EXTRA = "local"
 _GIB = 2**30

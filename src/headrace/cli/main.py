@@ -15,6 +15,7 @@ from headrace.cli.algorithms import algorithms
 from headrace.cli.doctor import doctor
 from headrace.cli.evaluate import USAGE as EVAL_USAGE
 from headrace.cli.evaluate import evaluate, export
+from headrace.cli.ledger import ledger
 from headrace.cli.model import model_app
 from headrace.cli.simulate import USAGE as SIMULATE_USAGE
 from headrace.cli.simulate import simulate
@@ -48,6 +49,7 @@ app.command(sft, name="sft", usage=SFT_USAGE)
 app.command(evaluate, name="eval", usage=EVAL_USAGE)
 app.command(export, name="export")
 app.command(simulate, name="simulate", usage=SIMULATE_USAGE)
+app.command(ledger, name="ledger")
 app.command(algorithms, name="algorithms")
 app.command(doctor, name="doctor")
 app.command(model_app)

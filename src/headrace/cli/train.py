@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,7 +16,10 @@ from headrace.registry import nearest
 if TYPE_CHECKING:
     from headrace.config import RunConfig
 
-USAGE = "Usage: headrace train FILE.toml [--section.key value ...] [OPTIONS]"
+USAGE = (
+    "Usage: headrace train FILE.toml [--section.key value ...] [OPTIONS]\n"
+    "       headrace train --resume RUN_DIR [--section.key value ...]"
+)
 SFT_USAGE = "Usage: headrace sft FILE.toml [--section.key value ...] [OPTIONS]"
 RunFile = Annotated[str, Parameter(help="The run file.", allow_leading_hyphen=True)]
 Overrides = Annotated[
@@ -28,12 +32,27 @@ Overrides = Annotated[
 
 
 RunDir = Annotated[Path | None, Parameter(help="Folder of this run, in place of run.dir and run.name.")]
+Resume = Annotated[Path | None, Parameter(help="Go on with the run in this folder, as its config.json says.")]
 DryRun = Annotated[bool, Parameter(negative="", show_default=False, help="Print what would be run, and stop.")]
 
 
-def train(file: RunFile, /, *overrides: Overrides, run_dir: RunDir = None, dry_run: DryRun = False) -> int:
-    """Train as a run file says."""
-    return _train(file, overrides, run_dir, dry_run)
+_OPTIONS = ("--run-dir", "--resume", "--dry-run")
+
+
+def train(
+    file: RunFile | None = None,
+    /,
+    *overrides: Overrides,
+    run_dir: RunDir = None,
+    resume: Resume = None,
+    dry_run: DryRun = False,
+) -> int:
+    """Train as a run file says, or go on with a run."""
+    if resume is not None:
+        return _run(_read_resumed(resume, [] if file is None else [file, *overrides], run_dir), dry_run)
+    if file is None:
+        raise ConfigError("what is to be trained? Give a run file, or the folder of a run with --resume RUN_DIR")
+    return _run(read_run(file, overrides, *_OPTIONS, run_dir=run_dir), dry_run)
 
 
 def sft(
@@ -47,11 +66,11 @@ def sft(
 
     The same as `headrace train` with `algorithm.objective = "sft"`; `headrace train --help` lists all settings.
     """
-    return _train(file, (*overrides, "--algorithm.objective=sft"), run_dir, dry_run)
+    words = (*overrides, "--algorithm.objective=sft")
+    return _run(read_run(file, words, "--run-dir", "--dry-run", run_dir=run_dir), dry_run)
 
 
-def _train(file: str, overrides: tuple[str, ...], run_dir: Path | None, dry_run: bool) -> int:
-    config = read_run(file, overrides, "--run-dir", "--dry-run", run_dir=run_dir)
+def _run(config: RunConfig, dry_run: bool) -> int:
     if dry_run:
         from headrace.cli.show import to_toml
 
@@ -66,13 +85,37 @@ def read_run(file: str, overrides: tuple[str, ...], *options: str, run_dir: Path
     """The run file with what the command line says laid over it; `options` are the command's own, for suggestions."""
     from headrace.runfile import load_config
 
+    _refuse_unknown([file, *overrides], options)
     if file.startswith("-"):
         raise ConfigError(f"the run file comes first, got {file}; write FILE.toml {file} ...")
-    for word in overrides:
+    return load_config(file, [*overrides, *_run_dir_overrides(run_dir)])
+
+
+def _read_resumed(run: Path, words: Sequence[str], run_dir: Path | None) -> RunConfig:
+    """The configuration of a run, to go on in its own folder, with what the command line says laid over it."""
+    from headrace.rundir import stored_config
+    from headrace.runfile import build_config, parse_overrides
+
+    if run_dir is not None:
+        raise ConfigError(f"--resume goes on in {run}, so --run-dir {run_dir} does nothing; leave it out")
+    if words and not words[0].startswith("-"):
+        raise ConfigError(f"--resume takes the settings from {run / 'config.json'}; leave the run file {words[0]} out")
+    _refuse_unknown(words, _OPTIONS)
+    for key, _ in parse_overrides(words):
+        if key in ("run.dir", "run.name", "run.resume"):
+            raise ConfigError(f"--resume goes on in {run}, so --{key} does nothing; leave it out")
+    stored = stored_config(run)
+    if stored is None:
+        raise ConfigError(f"{run} holds no run to go on with (it has no config.json); give the folder of a run")
+    own = [*_run_dir_overrides(run), f"--run.resume={json.dumps(str(run), ensure_ascii=False)}"]
+    return build_config(stored, [*words, *own], where=str(run / "config.json"))
+
+
+def _refuse_unknown(words: Sequence[str], options: Sequence[str]) -> None:
+    for word in words:
         option = word.partition("=")[0]
         if option.startswith("--") and "." not in option:
             raise ConfigError(f"unknown option {option}{nearest(option, options)}; settings are --section.key value")
-    return load_config(file, [*overrides, *_run_dir_overrides(run_dir)])
 
 
 def _run_dir_overrides(run_dir: Path | None) -> list[str]:

@@ -15,7 +15,7 @@ Position = tuple[int, int]
 
 
 class Draw(NamedTuple):
-    """A task, and where in the stream it stands: `task_at(position)` gives it again."""
+    """A task, and where in the stream it stands: `draw_at(position)` gives it again."""
 
     position: Position
     task: Task
@@ -53,7 +53,7 @@ class TaskSampler:
             epoch, drawn, left = epoch + 1, 0, len(self._tasks)
         size = min(self._batch_size, left)
         self.position = (epoch, drawn + size)
-        return [self._draw((epoch, place)) for place in range(drawn, drawn + size)]
+        return [self.draw_at((epoch, place)) for place in range(drawn, drawn + size)]
 
     def next(self) -> Draw:
         """One more task, to replace one whose group was dropped."""
@@ -61,15 +61,12 @@ class TaskSampler:
         if drawn == len(self._tasks):
             epoch, drawn = epoch + 1, 0
         self.position = (epoch, drawn + 1)
-        return self._draw((epoch, drawn))
+        return self.draw_at((epoch, drawn))
 
-    def task_at(self, position: Position) -> Task:
-        """The task that was, or will be, drawn there."""
+    def draw_at(self, position: Position) -> Draw:
+        """What was, or will be, drawn there."""
         epoch, place = position
-        return self._tasks[self._order(epoch)[place]]
-
-    def _draw(self, position: Position) -> Draw:
-        return Draw(position, self.task_at(position))
+        return Draw((epoch, place), self._tasks[self._order(epoch)[place]])
 
     def _new_order(self, epoch: int) -> list[int]:
         order = list(range(len(self._tasks)))

@@ -84,6 +84,13 @@ class TrajectoryGroupBuffer:
 
     def add(self, group_id: int, episodes: Iterable[Episode]) -> FinishedGroup:
         """Form the groups of one task's episodes; a dropped one is not kept, and says why."""
+        finished = self.form(group_id, episodes)
+        if finished.dropped_because is None:
+            self._whole.put(finished)
+        return finished
+
+    def form(self, group_id: int, episodes: Iterable[Episode]) -> FinishedGroup:
+        """What `add` makes of episodes, without keeping it."""
         episodes = tuple(episodes)
         sound = [episode for episode in episodes if not episode.failed]
         kept = drop_by_termination(sound, self._filters.drop_terminations)
@@ -94,10 +101,7 @@ class TrajectoryGroupBuffer:
         elif kept and not groups:
             reason = "no trajectory of a trained role"
         enough = drop_too_few(groups, self._filters.min_trajectories)
-        finished = FinishedGroup(group_id, episodes, enough, len(kept) if reason is None else 0, reason)
-        if reason is None:
-            self._whole.put(finished)
-        return finished
+        return FinishedGroup(group_id, episodes, enough, len(kept) if reason is None else 0, reason)
 
     def _form(self, episodes: Sequence[Episode]) -> Sequence[TrajectoryGroup]:
         """Groups by role, or as the user's hook says. Its failure is no episode's fault: the run ends with it."""
@@ -153,6 +157,14 @@ class TrajectoryGroupBuffer:
                 self._used[group.group_id] = (group, uses)
         for group_id in sorted(self._used)[: -self._most_used]:  # steps may not come to use up all that is left over
             del self._used[group_id]
+
+    def used(self) -> list[tuple[int, int]]:
+        """Groups that may be trained again: id, and how often they were trained."""
+        return [(group_id, uses) for group_id, (_, uses) in self._used.items()]
+
+    def retain_again(self, group: FinishedGroup, uses: int) -> None:
+        """Keep a group that was trained so often before the run was interrupted."""
+        self._used[group.group_id] = (group, uses)
 
     def take_used(self, count: int, is_stale: Callable[[FinishedGroup], bool]) -> list[FinishedGroup]:
         """Up to `count` groups to be trained again, the least used and newest first; stale ones are forgotten."""

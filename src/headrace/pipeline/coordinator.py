@@ -6,21 +6,9 @@ Pure logic: no clock, no I/O, no async. The trainer's loops and the simulator dr
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 
+from headrace.data.account import Account
 from headrace.pipeline.staleness import StalenessPolicy
-
-
-@dataclass(frozen=True, slots=True)
-class Account:
-    """Where every dispatched episode is. dispatched = trained + filtered + failed + stale + pending, always."""
-
-    dispatched: int
-    trained: int
-    filtered: int
-    failed: int
-    stale: int
-    pending: int
 
 
 class SyncCoordinator:
@@ -28,7 +16,8 @@ class SyncCoordinator:
 
     Batch k is trained to make version k + 1. A batch may be opened for every version up to `version + max_staleness`,
     so that generation runs ahead by no more than the bound. `capacity` and `over_sample` (a share of `batch_size`)
-    bound the groups that run or wait; `batches` is how many the run needs in all.
+    bound the groups that run or wait; `batches` is how many the run needs in all; `account` is where the run stood
+    when it was interrupted.
     """
 
     def __init__(
@@ -40,6 +29,7 @@ class SyncCoordinator:
         over_sample: float | None = None,
         capacity: int | None = None,
         batches: int | None = None,
+        account: Account | None = None,
     ) -> None:
         self.policy = policy
         self.version = version
@@ -58,7 +48,10 @@ class SyncCoordinator:
         self._whole: dict[int, int] = {}
         self._in_step = 0
         self._surplus = 0  # groups that steps trained beyond a batch, because they were due: the last would lack them
-        self._dispatched = self._trained = self._filtered = self._failed = self._stale = self._pending = 0
+        account = account or Account()
+        self._dispatched, self._pending = account.dispatched, account.pending
+        self._trained, self._filtered = account.trained, account.filtered
+        self._failed, self._stale = account.failed, account.stale
 
     # ---- admission ------------------------------------------------------------------------------------------------
 

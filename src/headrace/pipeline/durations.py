@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
@@ -21,6 +23,7 @@ QUANTILES = (0, 10, 25, 50, 75, 90, 95, 99, 100)
 _SLOWEST = 0.9  # of a recorded run, the slowest tenth counts as slow
 LONG = 2.0
 """Groups that took more than so many times the median took long."""
+_REMEMBERED = 1000  # publications; the tokens of older ones count as sampled at the start
 
 
 class Duration(NamedTuple):
@@ -81,37 +84,46 @@ class GivenDurations:
 class GroupDurations:
     """What a run records of its groups, step by step.
 
-    Where in a group's duration its tokens were sampled is told by versions: of those published while it ran (`passed`),
-    how many a token came after (`lag`, the mean over its tokens). Groups that took long are told apart: they may be
-    slow because they say more, or because they wait for a tool.
+    When a token was sampled is known from its version: between the publications of that version and of the next. The
+    mean place of a group's tokens within its duration follows. Groups that took long are told apart: they may be slow
+    because they say more, or because they wait for a tool.
     """
 
     def __init__(self) -> None:
-        self._groups: list[tuple[float, float, int]] = []
+        self._groups: list[tuple[float, float]] = []
+        self._published_s: dict[int, float] = {}
 
-    def add(self, seconds: float, group: FinishedGroup, started: int, version: int) -> None:
-        """A group became whole under `version`, and was started under `started`."""
+    def add(self, seconds: float, group: FinishedGroup) -> None:
+        """A group became whole just now, so many seconds after its start."""
+        now_s = time.perf_counter()
         steps = (step for episode in group.episodes for t in episode.trajectories for step in t.steps)
-        versions = [token_version for step in steps for token_version in step.versions or ()]
-        lag = max(0.0, fmean(versions) - started) if versions else 0.0
-        self._groups.append((seconds, lag, version - started if versions else 0))
+        tokens = Counter(version for step in steps for version in step.versions or ())
+        places = {version: self._place(version, now_s - seconds, now_s) for version in tokens}
+        weighed = sum(count * places[version] for version, count in tokens.items())
+        self._groups.append((seconds, weighed / tokens.total() if tokens else 0.5))
 
-    def metrics(self) -> MetricsAggregator:
-        """Of the groups that were added since this was last asked."""
+    def _place(self, version: int, begun_s: float, now_s: float) -> float:
+        first_s = max(self._published_s.get(version, begun_s), begun_s)
+        last_s = max(min(self._published_s.get(version + 1, now_s), now_s), first_s)
+        return ((first_s + last_s) / 2 - begun_s) / max(now_s - begun_s, 1e-9)
+
+    def metrics(self, version: int) -> MetricsAggregator:
+        """Of the groups that were added since this was last asked; `version` has been published just now."""
+        self._published_s = {v: s for v, s in self._published_s.items() if v > version - _REMEMBERED}
+        self._published_s[version] = time.perf_counter()
         metrics, groups = MetricsAggregator(), self._groups
         self._groups = []
         metrics.record("time/group_s/count", len(groups), Reducer.LAST)
         if not groups:
             return metrics
-        seconds = [group[0] for group in groups]
+        seconds = [group_s for group_s, _ in groups]
         metrics.record("time/group_s/mean", fmean(seconds), Reducer.LAST)
         for quantile in QUANTILES:
             metrics.record(f"time/group_s/q{quantile:02d}", float(np.percentile(seconds, quantile)), Reducer.LAST)
         long_s = LONG * median(seconds)
-        for took_s, lag, passed in groups:
-            prefix = "time/group_s/long_" if took_s > long_s else "time/group_s/"
-            metrics.record(f"{prefix}lag", lag, Reducer.SUM)
-            metrics.record(f"{prefix}passed", passed, Reducer.SUM)
+        for group_s, place in groups:
+            name = "long_token_place" if group_s > long_s else "token_place"
+            metrics.record(f"time/group_s/{name}", place, Reducer.MEAN)
         return metrics
 
 
@@ -127,7 +139,7 @@ class RecordedDurations:
         ordered = sorted(self._groups_s)
         self._slow_s = ordered[int(_SLOWEST * (len(ordered) - 1))] if ordered else 0.0
         self._long_s = LONG * median(ordered) if ordered else 0.0
-        self._place, self._long_place = (_token_place(rows, prefix) for prefix in ("", "long_"))
+        self._place, self._long_place = (_mean_of(rows, f"time/group_s/{kind}token_place") for kind in ("", "long_"))
         ends = [row for row in rows if "episodes/dispatched" in row]
         settled = ends[-1]["episodes/dispatched"] - ends[-1].get("episodes/pending", 0.0) if ends else 0.0
         self.failed_share, self.filtered_share = (
@@ -165,9 +177,8 @@ def _shuffled_by_step(rows: Sequence[Mapping[str, float]]) -> list[float]:
     return found
 
 
-def _token_place(rows: Sequence[Mapping[str, float]], prefix: str) -> float:
-    lag, passed = (sum(row.get(f"time/group_s/{prefix}{name}", 0.0) for row in rows) for name in ("lag", "passed"))
-    return min(lag / passed, 1.0) if passed else 0.5
+def _mean_of(rows: Sequence[Mapping[str, float]], key: str) -> float:
+    return fmean([row[key] for row in rows if key in row] or [0.5])
 
 
 def recorded_groups(row: Mapping[str, float]) -> list[float]:

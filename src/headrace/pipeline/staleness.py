@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import compress
+from typing import Any
 
 import numpy as np
 
@@ -59,6 +60,12 @@ class StalenessPolicy:
 
     def observe(self, samples: Sequence[Sample], logprobs: Sequence[Sequence[float]], version: int) -> None:
         """Learn from log-probabilities that training computed anyway; one number per trained token of each row."""
+
+    def state(self) -> Any:
+        """What it has learned, as JSON, for a checkpoint."""
+
+    def restore(self, state: Any) -> None:
+        """Take up what `state` gave."""
 
     def _is_overage(self, sample: Sample, version: int) -> bool:
         oldest = oldest_version(sample)
@@ -120,6 +127,12 @@ class Trust(Mask):
     def bound(self) -> float | None:
         """The largest divergence that is trained; None while too few young rows were seen."""
         return float(np.quantile(self._seen, _QUANTILE)) if len(self._seen) >= _FEWEST else None
+
+    def state(self) -> Any:
+        return list(self._seen)
+
+    def restore(self, state: Any) -> None:
+        self._seen.extend(state or ())
 
     def to_measure(self, samples: Sequence[Sample], version: int) -> list[int]:
         return [i for i, sample in enumerate(samples) if self._is_overage(sample, version)]

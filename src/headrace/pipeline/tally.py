@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from headrace.pipeline.coordinator import Account
+from headrace.data.account import Account
 from headrace.pipeline.virtual import VirtualGroup
 
 

@@ -25,6 +25,8 @@ class RunInfo:
     run_dir: Path
     total_steps: int
     config: dict[str, Any]
+    resumed_from: int | None = None
+    """The step that the run goes on from: what was tracked of later ones comes again. None for a new run."""
 
 
 class Tracker(Protocol):

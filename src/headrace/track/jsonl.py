@@ -27,6 +27,8 @@ class JsonlTracker:
         info.run_dir.mkdir(parents=True, exist_ok=True)
         path = info.run_dir / FILE_NAME
         _repair_tail(path)
+        if info.resumed_from is not None:
+            _forget_after(path, info.resumed_from)
         self._file = path.open("a", encoding="utf-8")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -65,6 +67,18 @@ def _repair_tail(path: Path) -> None:
         path.write_bytes(data + b"\n")
     except ValueError:
         path.write_bytes(whole + newline)
+
+
+def _forget_after(path: Path, step: int) -> None:
+    """Drop the rows that come again; a run that goes on from its very beginning evaluates again, too."""
+    if not path.exists():
+        return
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = [line for line in lines if json.loads(line)["step"] <= (step or -1)]
+    if len(kept) < len(lines):
+        beside = path.with_suffix(".partial")
+        beside.write_text("".join(kept), encoding="utf-8")
+        beside.replace(path)
 
 
 def read_rows(path: Path) -> Rows:

@@ -33,6 +33,10 @@ class TensorBoardTracker:
         folder.mkdir(parents=True, exist_ok=True)
         # the file's name has whole seconds only; a quick restart must not overwrite the file before
         self._writer = EventsWriter(str(folder / "events"), f".{os.getpid()}.{time.monotonic_ns()}")
+        if info.resumed_from is not None:  # a start of a session: readers forget what they have from this step on
+            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)  # pyright: ignore[reportAttributeAccessIssue]
+            step = info.resumed_from + 1 if info.resumed_from else 0
+            self._writer.write_event(event_pb2.Event(wall_time=time.time(), step=step, session_log=start))  # pyright: ignore[reportAttributeAccessIssue]
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write one event with all scalars of the step."""

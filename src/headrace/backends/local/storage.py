@@ -96,7 +96,8 @@ def load_state(folder: Path, modules: torch.nn.Module, optimizer: torch.optim.Op
         state = {
             # a copy: what was read is still in the file, which may be deleted
             key: moments[f"{name}/{key}"].clone()
-            for key in ("step", "exp_avg", "exp_avg_sq") if f"{name}/{key}" in moments
+            for key in ("step", "exp_avg", "exp_avg_sq")
+            if f"{name}/{key}" in moments
         }
         if state:
             optimizer.state[parameter] = state

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -72,6 +73,15 @@ class LedgerReader:
 
     def __exit__(self, *failure: object) -> None:
         self.close()
+
+    @contextmanager
+    def snapshot(self) -> Iterator[None]:
+        """Within it, all answers are of one moment. Not for long: the writer's log grows meanwhile."""
+        self._rows("BEGIN")
+        try:
+            yield
+        finally:
+            self._rows("COMMIT")
 
     def _rows(self, query: str, values: Iterable[Any] = ()) -> list[Row]:
         with explaining(self.path, "read"):
@@ -218,6 +228,11 @@ class LedgerReader:
         rows = self._rows("SELECT group_id, again FROM batch_groups WHERE step = ? ORDER BY place", (batch.step,))
         fresh, again = (tuple(group_id for group_id, flag in rows if flag == wanted) for wanted in (0, 1))
         return replace(batch, group_ids=fresh, again=again)
+
+    def last_batch(self) -> BatchRecord | None:
+        """The batch that was recorded last."""
+        found = self._row("SELECT step FROM batches ORDER BY step DESC LIMIT 1")
+        return None if found is None else self.batch_record(found[0])
 
     def batch_count(self) -> int:
         """How many batches were committed."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from headrace.data.account import Account as Account
 from headrace.data.episode import Episode, ModelOutput, OwnedMessages
 
 
@@ -32,18 +33,6 @@ class EpisodeState(StrEnum):
     FINISHED = "finished"
     FAILED = "failed"
     RESTARTED = "restarted"  # given up for another attempt
-
-
-@dataclass(frozen=True, slots=True)
-class Account:
-    """Where every dispatched episode is. dispatched = trained + filtered + failed + stale + pending, always."""
-
-    dispatched: int = 0
-    trained: int = 0
-    filtered: int = 0
-    failed: int = 0
-    stale: int = 0
-    pending: int = 0
 
 
 @dataclass(frozen=True, slots=True)
