@@ -116,6 +116,9 @@ def measure(work: Path, episodes: int) -> dict[str, float]:
     }
 
 
+# ---- with and without: the ratio of a run's wall-clock goes here, and into the table ---------------------------------
+
+
 def main() -> None:
     """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -4,9 +4,9 @@
     python benchmarks/staleness_policies.py --against RUN_DIR [RUN_DIR ...] [--json FILE]
 
 The scenario: batches of 64 groups, 384 in flight, one task in ten 12 times slower, bound 4. A group takes a minute
-(median; slow ones twelve), so a full engine makes 384 / (0.9 * 1 + 0.1 * 12) = 183 groups a minute, a little less by the
-spread of durations. The learner is given 90% of that: a perfect pipeline keeps it busy all the time and has a tenth of
-the engine to spare; one that leaves places empty, waits, or trains less than it generates does not.
+(median; slow ones twelve), so a full engine makes 384 / (0.9 * 1 + 0.1 * 12) = 183 groups a minute, a little less by
+the spread of durations. The learner is given 90% of that: a perfect pipeline keeps it busy all the time and has a tenth
+of the engine to spare; one that leaves places empty, waits, or trains less than it generates does not.
 
 A slow task then runs for about 31 versions, eight times the bound. Its tokens are spread evenly over them. Waste is
 counted twice: by tokens, as if slow tasks said as much as others (they wait for tools), and by time, which is what they
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -56,7 +57,7 @@ class MaskFreely(Mask):
 
 def scenario(policy: str, steps: int, *settings: str) -> RunConfig:
     """The run file of the scenario."""
-    mean_s = GROUP_S * (1 - SLOW_SHARE + SLOW_SHARE * SLOW_FACTOR) * 2.718281828 ** (SPREAD**2 / 2)
+    mean_s = GROUP_S * (1 - SLOW_SHARE + SLOW_SHARE * SLOW_FACTOR) * math.exp(SPREAD**2 / 2)
     values = {
         "trainer": {"batch_size": BATCH, "max_staleness": BOUND, "staleness": policy},
         "rollout": {"group_size": 1, "max_concurrent": IN_FLIGHT},
@@ -98,12 +99,17 @@ def print_policies(found: dict[str, Outcome]) -> None:
 
 
 def frontier(steps: int) -> dict[str, Outcome]:
-    """`trust` under other drifts: how it grows with age, how tasks differ in it, and how it compares with rounding."""
+    """`trust` under other drifts: how it grows with age, how tasks differ in it, and how it compares with rounding.
+
+    Where slow tasks say everything at once and then wait, all of their tokens are as old as can be.
+    """
     found: dict[str, Outcome] = {}
     for power, growth in ((0.5, "random walk"), (1.0, "steady drift")):
         for spread in (0.0, 0.25, 0.5, 1.0):
             words = (f"--simulate.drift.power={power}", f"--simulate.drift.spread={spread}")
             found[f"{growth}, spread {spread:g}"] = simulate(scenario("trust", steps, *words))
+        early = (f"--simulate.drift.power={power}", "--simulate.slow_token_place=0.04")
+        found[f"{growth}, spread 0.5, slow tasks wait after their tokens"] = simulate(scenario("trust", steps, *early))
     for ratio in (0.1, 0.3, 1.0, 3.0):
         words = ("--simulate.drift.power=1.0", "--simulate.drift.spread=0.25", "--simulate.drift.noise=0.01",
                  f"--simulate.drift.sigma={0.01 * ratio}")  # fmt: skip

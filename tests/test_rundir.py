@@ -1,75 +1,363 @@
-"""The run directory and its checkpoints, whatever is interrupted."""
+"""The run directory: which one, whose, and what may be done in it."""
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from headrace.checkpoint import TrainerState, checkpoint_folder, list_checkpoints, load_checkpoint, save_checkpoint
+from checkpoints import save_one
+from headrace import rundir
 from headrace.config import RunConfig
-from headrace.errors import BackendError, ConfigError
-from headrace.rundir import log_to_file, mark_finished, prepare_run_dir
+from headrace.errors import ConfigError
+from headrace.rundir import Claim, claim_run_dir, log_to_file, mark_finished
 from headrace.runfile import build_config
 
 
-def config(tmp_path: Path) -> RunConfig:
-    return build_config({"run": {"dir": str(tmp_path), "name": "try"}})
+def config(tmp_path: Path, **sections: Any) -> RunConfig:
+    run = {"dir": str(tmp_path), "name": "try"} | sections.pop("run", {})
+    return build_config({"run": run, **sections})
 
 
-def state(step: int) -> TrainerState:
-    return TrainerState(step, step, (1, 4), 12, {"eval/words/pass@1": 0.25})
+def claim(tmp_path: Path, **sections: Any) -> Claim:
+    """Claimed, and given back."""
+    with claim_run_dir(config(tmp_path, **sections)) as found:
+        return found
 
 
-class FileBackend:
-    """Keeps one number in a file; `dies` while saving, after the file is begun."""
-
-    def __init__(self, weights: int = 0, dies: bool = False) -> None:
-        self.weights = weights
-        self.dies = dies
-
-    async def save(self, folder: Path) -> None:
-        self._write(folder)
-        if self.dies:
-            raise KeyboardInterrupt
-
-    def _write(self, folder: Path) -> None:
-        folder.mkdir(parents=True)
-        (folder / "weights").write_text(str(self.weights))
-
-    async def load(self, folder: Path) -> None:
-        self.weights = int((folder / "weights").read_text())
+async def begin(tmp_path: Path, **sections: Any) -> Path:
+    """A run that has made a checkpoint."""
+    folder = claim(tmp_path, **sections).folder
+    await save_one(folder, 5)
+    return folder
 
 
-async def save(run_dir: Path, step: int, keep_last: int = 2, dies: bool = False) -> Path:
-    backend: Any = FileBackend(weights=step, dies=dies)
-    return await save_checkpoint(run_dir, state(step), backend, keep_last)
+def stored(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "config.json").read_text())
 
 
-# ---- folder ----------------------------------------------------------------------------------------------------------
+# ---- which folder ----------------------------------------------------------------------------------------------------
 
 
-def test_an_unfinished_run_is_gone_on_with_and_a_finished_one_left_alone(tmp_path: Path) -> None:
-    first = prepare_run_dir(config(tmp_path))
-    assert prepare_run_dir(config(tmp_path)) == first == tmp_path / "try"
+async def test_an_unfinished_run_is_gone_on_with_and_a_finished_one_left_alone(tmp_path: Path) -> None:
+    first = await begin(tmp_path)
+    again = claim(tmp_path)
+    assert (again.folder, again.goes_on, again.notes) == (first, True, ()) and first == tmp_path / "try"
     mark_finished(first, {"eval/words/pass@1": 0.5})
-    second = prepare_run_dir(config(tmp_path))
-    mark_finished(second, {})
-    assert [second.name, prepare_run_dir(config(tmp_path)).name] == ["try-2", "try-3"]
+    second = claim(tmp_path)
+    mark_finished(second.folder, {})
+    assert [second.folder.name, claim(tmp_path).folder.name] == ["try-2", "try-3"]
+    assert second.notes == ("try is finished; this run is try-2",) and not second.goes_on
+
+
+async def test_never_leaves_an_unfinished_run_alone(tmp_path: Path) -> None:
+    first = await begin(tmp_path)
+    before = (first / "config.json").read_bytes()
+    second = claim(tmp_path, run={"resume": "never"}, optimizer={"lr": 1.0})
+    assert second.folder.name == "try-2" and second.notes == ("try is left alone; this run is try-2",)
+    assert (first / "config.json").read_bytes() == before
+    assert claim(tmp_path, run={"resume": "never"}).folder.name == "try-3"
+
+
+async def test_a_path_starts_from_there_in_a_folder_of_its_own(tmp_path: Path) -> None:
+    first = await begin(tmp_path)
+    for source in (first, first / "checkpoints" / "step_000005"):
+        run = {"resume": str(source), "name": f"from-{source.name}"}
+        found = claim(tmp_path, run=run, optimizer={"lr": 1e-4})
+        assert found.folder.name == run["name"] and found.start_from == source and not found.goes_on
+        assert "optimizer.lr: 1e-05 → 0.0001" in found.notes[0]
+        await save_one(found.folder, 7)
+        again = claim(tmp_path, run=run, optimizer={"lr": 1e-4})  # the same command again goes on with what it began
+        assert again.folder == found.folder and again.goes_on
+    other = claim(tmp_path, run={"resume": str(first / "checkpoints" / "step_000005")})
+    assert other.folder.name == "try-2"  # under the name of the run that it comes from, too
+
+
+async def test_a_path_is_refused_where_its_state_cannot_be_used(tmp_path: Path) -> None:
+    first = await begin(tmp_path)
+    with pytest.raises(ConfigError, match=r"data.args.count: \(none\) → 8.*headrace export .* FOLDER"):
+        claim(tmp_path, run={"resume": str(first), "name": "b"}, data={"args": {"count": 8}})
+    with pytest.raises(ConfigError, match=r"model.lora.rank: 0 → 4"):
+        claim(tmp_path, run={"resume": str(first), "name": "b"}, model={"lora": {"rank": 4}})
+
+
+@pytest.mark.parametrize(
+    ("word", "says"), [("nevr", 'did you mean "never"?'), ("", 'got ""'), ("no/such/run", 'got "no/such/run"')]
+)
+def test_a_resume_that_is_nothing_is_an_error(tmp_path: Path, word: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=r'run.resume must be "auto", "never" or a folder') as raised:
+        claim(tmp_path, run={"resume": word})
+    assert says in str(raised.value)
+    assert not (tmp_path / "try").exists()
+
+
+def test_a_folder_without_checkpoints_cannot_be_started_from(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="neither a checkpoint nor a run folder with one"):
+        claim(tmp_path, run={"resume": str(tmp_path / "empty")})
+
+
+async def test_its_own_path_extends_a_finished_run(tmp_path: Path) -> None:
+    folder = await begin(tmp_path, trainer={"steps": 5})
+    mark_finished(folder, {})
+    own = {"resume": str(folder)}
+    with pytest.raises(ConfigError, match=r"is finished after 5 steps; give a larger --trainer.steps"):
+        claim(tmp_path, run=own, trainer={"steps": 5})
+    assert (folder / "finished").exists()
+    found = claim(tmp_path, run=own, trainer={"steps": 9})
+    assert found.folder == folder and found.goes_on and found.start_from is None
+    assert found.notes == ("changed settings: trainer.steps: 5 → 9",)
+    assert not (folder / "finished").exists() and stored(folder)["trainer"]["steps"] == 9
+
+
+def test_a_finished_run_without_a_checkpoint_cannot_be_extended(tmp_path: Path) -> None:
+    folder = claim(tmp_path, trainer={"steps": 5}).folder
+    mark_finished(folder, {})
+    with pytest.raises(ConfigError, match="has no checkpoint to go on from"):
+        claim(tmp_path, run={"resume": str(folder)}, trainer={"steps": 9})
+
+
+# ---- settings --------------------------------------------------------------------------------------------------------
 
 
 def test_the_written_configuration_gives_the_same_run_again(tmp_path: Path) -> None:
-    folder = prepare_run_dir(config(tmp_path))
-    assert build_config(json.loads((folder / "config.json").read_text())) == config(tmp_path)
+    folder = claim(tmp_path).folder
+    assert build_config(stored(folder)) == config(tmp_path)
+
+
+ALLOWED: dict[str, tuple[dict[str, Any], str]] = {
+    "more steps": ({"trainer": {"steps": 200}}, "trainer.steps: 100 → 200"),
+    "checkpoints": ({"trainer": {"save_every": 7, "keep_last": 3}}, "trainer.keep_last: 2 → 3; trainer.save_every: 0 → 7"),
+    "evaluation": ({"eval": {"sets": {"new": {"tasks": "countdown"}}}}, 'eval.sets.new.tasks: (none) → "countdown"'),
+    "trackers": ({"track": {"trackers": ["jsonl"]}}, 'track.trackers: ["console", "jsonl", "tensorboard"] → ["jsonl"]'),
+    "engine": ({"engine": {"max_batch": 4}}, "engine.max_batch: 128 → 4"),
+    "limits": ({"rollout": {"timeout_s": 5}}, "rollout.timeout_s: 600.0 → 5.0"),
+    "micro-batches": ({"backend": {"micro_batch_tokens": 64}}, "backend.micro_batch_tokens: 8192 → 64"),
+    "placement": ({"trainer": {"placement": "separate"}}, 'trainer.placement: "colocate" → "separate"'),
+}  # fmt: skip
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "learning rate": ({"optimizer": {"lr": 1e-4}}, "optimizer.lr: 1e-05 → 0.0001"),
+    "fewer steps": ({"trainer": {"steps": 50}}, "trainer.steps: 100 → 50"),
+    "seed": ({"run": {"seed": 1}}, "run.seed: 0 → 1"),
+    "data": ({"data": {"args": {"count": 9}}}, "data.args.count: (none) → 9"),
+    "loss": ({"algorithm": {"loss": "gspo"}}, 'algorithm.loss: "ppo_clip" → "gspo"'),
+    "sampling": ({"rollout": {"max_tokens": 9}}, "rollout.max_tokens: 256 → 9"),
+    "longest": ({"engine": {"max_model_length": 99}}, "engine.max_model_length: null → 99"),
+    "two": ({"optimizer": {"lr": 1e-4}, "trainer": {"batch_size": 2}}, "→ 0.0001; trainer.batch_size: 16 → 2"),
+}
+
+
+@pytest.mark.parametrize("what", ALLOWED)
+async def test_an_allowed_change_is_told_and_written_down(tmp_path: Path, what: str) -> None:
+    sections, says = ALLOWED[what]
+    await begin(tmp_path)
+    found = claim(tmp_path, **sections)
+    assert found.notes == (f"changed settings: {says}",)
+    assert build_config(stored(found.folder)) == config(tmp_path, **sections)
+
+
+@pytest.mark.parametrize("what", REFUSED)
+async def test_another_change_is_refused_with_the_difference_and_nothing_is_written(tmp_path: Path, what: str) -> None:
+    sections, says = REFUSED[what]
+    folder = await begin(tmp_path)
+    before = (folder / "config.json").read_bytes()
+    with pytest.raises(ConfigError) as raised:
+        claim(tmp_path, **sections)
+    assert says in str(raised.value) and 'run.resume = "never"' in str(raised.value)
+    assert (folder / "config.json").read_bytes() == before
+    assert claim(tmp_path).goes_on  # and the lock was given back
+
+
+async def test_what_changes_rounding_is_refused_in_a_deterministic_run(tmp_path: Path) -> None:
+    exact = {"deterministic": True}
+    await begin(tmp_path, run=exact)
+    for sections in (ALLOWED["micro-batches"][0], ALLOWED["placement"][0], {"engine": {"threads": 2}}):
+        with pytest.raises(ConfigError, match="was begun with other settings"):
+            claim(tmp_path, run=exact, **sections)
+    assert claim(tmp_path, run=exact, engine={"max_batch": 4}).goes_on
+
+
+async def test_more_steps_of_a_falling_learning_rate_are_told_of(tmp_path: Path) -> None:
+    await begin(tmp_path, optimizer={"schedule": "cosine"})
+    found = claim(tmp_path, optimizer={"schedule": "cosine"}, trainer={"steps": 200})
+    assert found.notes[1] == "the learning rate follows the schedule of 200 steps from here on"
+
+
+def test_a_start_that_made_nothing_does_not_hold_on_to_its_settings(tmp_path: Path) -> None:
+    claim(tmp_path)
+    found = claim(tmp_path, optimizer={"lr": 1.0})
+    assert not found.goes_on and stored(found.folder)["optimizer"]["lr"] == 1.0
+
+
+def test_steps_without_a_checkpoint_hold_on_to_them(tmp_path: Path) -> None:
+    folder = claim(tmp_path).folder
+    (folder / "metrics.jsonl").write_text('{"step": 0}\n')
+    assert not claim(tmp_path).goes_on
+    (folder / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n')
+    assert claim(tmp_path).goes_on
+    with pytest.raises(ConfigError, match="optimizer.lr"):
+        claim(tmp_path, optimizer={"lr": 1.0})
+
+
+async def test_a_setting_that_is_newer_than_the_run_was_at_its_default(tmp_path: Path) -> None:
+    folder = await begin(tmp_path)
+    values = stored(folder)
+    del values["trainer"]["max_staleness"], values["alarm"]
+    (folder / "config.json").write_text(json.dumps(values))
+    assert claim(tmp_path).notes == ()
+    (folder / "config.json").write_text(json.dumps(values | {"gone": {"knob": 3}}))
+    with pytest.raises(ConfigError, match=r"gone.knob: 3 → \(none\)"):
+        claim(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]"])
+async def test_an_unreadable_configuration_is_an_error_with_the_remedy(tmp_path: Path, content: str) -> None:
+    folder = await begin(tmp_path)
+    (folder / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"config.json.*run.resume = .never."):
+        claim(tmp_path)
+
+
+def test_the_documentation_lists_every_setting_that_may_change() -> None:
+    from headrace import resume
+
+    page = (Path(__file__).parent.parent / "docs" / "run_files.md").read_text()
+    for key in (*resume.FREE, *resume.UNLESS_DETERMINISTIC, *resume.FIXED, *resume.BOUND_TO_STATE):
+        assert f"`{key}`" in page or f"`[{key}]`" in page, key
+
+
+# ---- one process -----------------------------------------------------------------------------------------------------
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from headrace.rundir import claim_run_dir
+from headrace.runfile import build_config
+with claim_run_dir(build_config({"run": {"dir": sys.argv[1], "name": "try"}})):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+@contextmanager
+def held_elsewhere(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "held\n"
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_folder_in_use_is_an_error_that_names_the_process_until_that_is_killed(tmp_path: Path) -> None:
+    with held_elsewhere(tmp_path) as process:
+        before = (tmp_path / "try" / "config.json").read_bytes()
+        with pytest.raises(ConfigError, match=rf"try is in use by process {process.pid} on .*--run-dir"):
+            claim(tmp_path, optimizer={"lr": 1.0})
+        assert (tmp_path / "try" / "config.json").read_bytes() == before
+        assert claim(tmp_path, run={"resume": "never"}).folder.name == "try-2"
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert claim(tmp_path).folder.name == "try"
+
+
+def test_two_trainers_of_one_process_cannot_have_one_folder(tmp_path: Path) -> None:
+    with (
+        claim_run_dir(config(tmp_path)),
+        pytest.raises(ConfigError, match="in use by this very process"),
+        claim_run_dir(config(tmp_path)),
+    ):
+        pass
+
+
+def test_a_forked_child_does_not_hold_the_folder(tmp_path: Path) -> None:
+    ready, told = os.pipe()
+    with claim_run_dir(config(tmp_path)):
+        child = os.fork()
+        if not child:
+            os.write(told, b"!")
+            time.sleep(60)
+            os._exit(0)
+        os.read(ready, 1)
+    try:
+        assert claim(tmp_path).folder.name == "try"
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(ready)
+        os.close(told)
+
+
+# ---- a folder that cannot be written ---------------------------------------------------------------------------------
 
 
 def test_a_folder_that_cannot_be_made_is_an_error_with_a_remedy(tmp_path: Path) -> None:
     (tmp_path / "try").write_text("a file is in the way")
-    with pytest.raises(ConfigError, match=r"cannot write the run folder .*; choose another with --run-dir"):
-        prepare_run_dir(config(tmp_path))
+    with pytest.raises(ConfigError, match=r"cannot write the run folder .*choose another with --run-dir"):
+        claim(tmp_path)
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC])
+async def test_a_configuration_that_cannot_be_written_stays_as_it_was(
+    tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = await begin(tmp_path)
+    before = (folder / "config.json").read_bytes()
+
+    def refuse(self: Path, *args: Any, **kwargs: Any) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    with pytest.raises(ConfigError, match=os.strerror(number)):
+        claim(tmp_path, trainer={"steps": 200})
+    with pytest.raises(ConfigError, match=os.strerror(number)):
+        mark_finished(folder, {})
+    monkeypatch.undo()
+    assert (folder / "config.json").read_bytes() == before and not (folder / "finished").exists()
+    assert not list(folder.glob(".*"))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_read_only_folder_is_an_error_with_a_remedy(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(ConfigError, match="Permission denied; make room or make it writable"):
+        claim(tmp_path)
+
+
+READ_ONLY = """
+import sys
+from headrace.cli.main import run
+sys.exit(run(["train", "--resume", sys.argv[1]]))
+"""
+
+
+def test_a_file_system_that_is_really_read_only(tmp_path: Path) -> None:
+    claim(tmp_path)
+    mount = f"mount --bind {tmp_path} {tmp_path} && mount -o remount,ro,bind {tmp_path}"
+    if subprocess.run(["unshare", "-rm", "sh", "-c", mount], capture_output=True, check=False).returncode:
+        pytest.skip("mounting is not allowed here")
+    command = f"{mount} && exec {sys.executable} - {tmp_path / 'try'}"
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", command], input=READ_ONLY, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert "Read-only file system; make room or make it writable, or choose another with --run-dir" in done.stderr
+
+
+# ---- the log ---------------------------------------------------------------------------------------------------------
 
 
 def test_each_run_has_a_log_of_its_own(tmp_path: Path) -> None:
@@ -97,54 +385,13 @@ def test_a_closed_log_leaves_the_logger_as_it_was(tmp_path: Path) -> None:
     logger.setLevel(before[0])
 
 
-# ---- checkpoints -----------------------------------------------------------------------------------------------------
-
-
-async def test_a_checkpoint_gives_back_what_was_saved(tmp_path: Path) -> None:
-    folder = await save(tmp_path, 20)
-    assert folder == checkpoint_folder(tmp_path, 20) == tmp_path / "checkpoints" / "step_000020"
-    backend: Any = FileBackend()
-    assert await load_checkpoint(folder, backend) == state(20)
-    assert backend.weights == 20
-
-
-async def test_only_the_newest_are_kept(tmp_path: Path) -> None:
-    for step in (5, 10, 15, 20):
-        await save(tmp_path, step, keep_last=2)
-    assert list_checkpoints(tmp_path) == [checkpoint_folder(tmp_path, step) for step in (15, 20)]
-
-
-async def test_checkpoints_stand_in_the_order_of_their_steps_however_many_digits(tmp_path: Path) -> None:
-    for step in (999_999, 1_000_000):
-        await save(tmp_path, step)
-    (tmp_path / "checkpoints" / "step_old").mkdir()
-    (tmp_path / "checkpoints" / "step_old" / "trainer.json").touch()
-    assert list_checkpoints(tmp_path) == [checkpoint_folder(tmp_path, step) for step in (999_999, 1_000_000)]
-    await save(tmp_path, 1_000_001, keep_last=1)
-    assert list_checkpoints(tmp_path) == [checkpoint_folder(tmp_path, 1_000_001)]
-
-
-async def test_dying_while_saving_leaves_the_one_before_and_can_be_done_again(tmp_path: Path) -> None:
-    await save(tmp_path, 5)
-    with pytest.raises(KeyboardInterrupt):
-        await save(tmp_path, 10, dies=True)
-    assert list_checkpoints(tmp_path) == [checkpoint_folder(tmp_path, 5)]
-    await save(tmp_path, 10)
-    assert list_checkpoints(tmp_path) == [checkpoint_folder(tmp_path, step) for step in (5, 10)]
-
-
-async def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
-    await save(tmp_path, 5)
-    (checkpoint_folder(tmp_path, 5) / "left over").touch()
-    await save(tmp_path, 5)
-    assert sorted(p.name for p in checkpoint_folder(tmp_path, 5).iterdir()) == ["trainer.json", "weights"]
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"step": 5}', '{"sampler_position": [0, 0], "surprise": 1}'])
-async def test_a_damaged_checkpoint_is_an_error_with_a_remedy(tmp_path: Path, content: str) -> None:
-    folder = await save(tmp_path, 5)
-    (folder / "trainer.json").write_text(content)
-    backend: Any = FileBackend()
-    with pytest.raises(BackendError, match=r"cannot read the checkpoint .*; choose another one"):
-        await load_checkpoint(folder, backend)
-    assert backend.weights == 0
+def test_a_log_that_cannot_be_written_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    handler: Any = log_to_file(tmp_path)
+    handler.stream.close()
+    handler.stream = open("/dev/full", "w")
+    for _ in range(3):
+        logging.getLogger("headrace").info("hello")
+    handler.stream = None
+    handler.close()
+    assert capsys.readouterr().err.count("log.txt") == 1
+    assert rundir.log_to_file(tmp_path).close() is None

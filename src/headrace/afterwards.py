@@ -36,14 +36,19 @@ def export_run(run_dir: Path, out: Path) -> Path:
     """A run's newest checkpoint (or a given one) as an ordinary model folder."""
     _require_checkpoint(run_dir)
     home = run_dir.resolve().parent.parent if is_checkpoint(run_dir) else run_dir
-    try:
-        config = RunConfig.model_validate_json((home / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read the configuration of the run {home}: {error}") from None
+    config = config_of(home)
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out} exists and is not empty; choose another folder")
     asyncio.run(_export(config, run_dir, out))
     return out
+
+
+def config_of(run_dir: Path) -> RunConfig:
+    """The configuration that a run has."""
+    try:
+        return RunConfig.model_validate_json((run_dir / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read the configuration of the run {run_dir}: {error}") from None
 
 
 async def _export(config: RunConfig, checkpoint: Path, out: Path) -> None:
@@ -60,6 +65,7 @@ async def _evaluate(config: RunConfig, checkpoint: Path | None) -> dict[str, flo
     try:
         if checkpoint is not None:
             await load_from(checkpoint, parts.backend, _tell)
+        await parts.backend.publish(0)  # an engine of its own would have the weights of the model as it was loaded
         with Progress(console=Console(stderr=True), transient=True) as progress:
             bars = {}
 

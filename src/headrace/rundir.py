@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from headrace.config import RunConfig
 from headrace.data.ledger import LedgerReader
 from headrace.data.ledger.files import ledger_file
 from headrace.durable import write_durably
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, LedgerError
 from headrace.registry import nearest
 from headrace.resume import check_branching, check_going_on
 from headrace.runlock import RunFolderInUseError, RunLock
@@ -87,8 +88,11 @@ def holds_work(folder: Path) -> bool:
         return True
     if not ledger_file(folder).exists():
         return False
-    with LedgerReader.read(folder) as ledger:
-        return ledger.account().dispatched > 0
+    try:
+        with LedgerReader.read(folder) as ledger:
+            return ledger.last_group_id() is not None
+    except LedgerError:  # killed while it was made, or damaged: who opens it for writing will tell
+        return True
 
 
 # ---- which folder ----------------------------------------------------------------------------------------------------
@@ -223,6 +227,13 @@ class _RunLog(logging.FileHandler):
         logger.addHandler(self)
         logger.setLevel(logging.INFO)
         logger.propagate = False
+        self._failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Once, and in one line: a full disk would fail every record, and must not fail what is logged."""
+        if not self._failed:
+            self._failed = True
+            print(f"cannot write {self.baseFilename}: {sys.exc_info()[1]}", file=sys.stderr)
 
     def close(self) -> None:
         logger = logging.getLogger("headrace")

@@ -17,6 +17,7 @@ from headrace.cli.evaluate import USAGE as EVAL_USAGE
 from headrace.cli.evaluate import evaluate, export
 from headrace.cli.ledger import ledger
 from headrace.cli.model import model_app
+from headrace.cli.replay import replay
 from headrace.cli.simulate import USAGE as SIMULATE_USAGE
 from headrace.cli.simulate import simulate
 from headrace.cli.train import SFT_USAGE, sft, train
@@ -50,6 +51,7 @@ app.command(evaluate, name="eval", usage=EVAL_USAGE)
 app.command(export, name="export")
 app.command(simulate, name="simulate", usage=SIMULATE_USAGE)
 app.command(ledger, name="ledger")
+app.command(replay, name="replay")
 app.command(algorithms, name="algorithms")
 app.command(doctor, name="doctor")
 app.command(model_app)

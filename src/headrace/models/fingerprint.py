@@ -26,8 +26,8 @@ def fingerprint(weights: Iterable[Tensor]) -> str:
             if rows:
                 # wrapping sums along both axes: near the speed of memory, and sensitive to positions
                 square = block[: rows * _ROW].reshape(rows, _ROW)
-                digest.update(np.add.reduce(square, axis=0))
-                digest.update(np.add.reduce(square, axis=1))
-            digest.update(block[rows * _ROW :])
-        digest.update(rest)
+                digest.update(np.add.reduce(square, axis=0).data)
+                digest.update(np.add.reduce(square, axis=1).data)
+            digest.update(block[rows * _ROW :].data)
+        digest.update(rest.data)
     return digest.hexdigest()

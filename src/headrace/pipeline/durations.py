@@ -128,12 +128,12 @@ class GroupDurations:
 
 
 class RecordedDurations:
-    """Durations of a run, dealt in the order in which it measured them, and from the start again at the end."""
+    """Durations of a run, dealt in the order in which its groups were started, and from the first again at the end."""
 
     hold_waiting = True
 
     def __init__(self, rows: Sequence[Mapping[str, float]]) -> None:
-        self._groups_s = _shuffled_by_step(rows)
+        self._groups_s = _in_order_of_start(rows)
         self._learn_s = [row["time/train_s"] for row in rows if row.get("time/train_s")]
         self._groups_dealt = self._steps_dealt = 0
         ordered = sorted(self._groups_s)
@@ -167,14 +167,16 @@ class RecordedDurations:
         return self._learn_s[(self._steps_dealt - 1) % len(self._learn_s)]
 
 
-def _shuffled_by_step(rows: Sequence[Mapping[str, float]]) -> list[float]:
-    """All durations in the order of their steps; within a step they are known by size only."""
-    rng, found = random.Random(0), []
+def _in_order_of_start(rows: Sequence[Mapping[str, float]]) -> list[float]:
+    """All durations. Groups became whole at some time within their step, the shortest first; and began so much earlier."""
+    now_s = 0.0
+    started: list[tuple[float, float]] = []
     for row in rows:
-        groups_s = recorded_groups(row)
-        rng.shuffle(groups_s)
-        found += groups_s
-    return found
+        step_s, groups_s = row.get("time/step_s", 0.0), recorded_groups(row)
+        for place, seconds in enumerate(groups_s, start=1):
+            started.append((now_s + place / len(groups_s) * step_s - seconds, seconds))
+        now_s += step_s
+    return [seconds for _, seconds in sorted(started)]
 
 
 def _mean_of(rows: Sequence[Mapping[str, float]], key: str) -> float:

@@ -55,6 +55,11 @@ def grid_points(config: RunConfig) -> list[GridPoint]:
     grid = config.simulate.grid
     for key, values in grid.items():
         _check_key(key, values)
+    if "rollout.max_concurrent" in grid and config.simulate.from_run is not None:
+        raise ConfigError(
+            'simulate.grid: "rollout.max_concurrent" changes nothing with simulate.from_run: how long groups waited for '
+            "a place is in the durations that the run measured; remove it, or set simulate.group_s instead"
+        )
     given = config.model_dump(mode="json")
     points: list[GridPoint] = []
     for values in product(*grid.values()):

@@ -107,7 +107,7 @@ def connect_writer(path: Path) -> sqlite3.Connection:
         try:
             _check(connection, path, may_be_empty=True)
             connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # before the first table, or not at all
-            connection.execute("PRAGMA journal_mode = WAL")
+            _use_log(connection, path)
             connection.execute("PRAGMA synchronous = NORMAL")
             connection.execute(f"PRAGMA journal_size_limit = {_WAL_BYTES}")
             migrate(connection)
@@ -115,6 +115,15 @@ def connect_writer(path: Path) -> sqlite3.Connection:
             connection.close()
             raise
         return connection
+
+
+def _use_log(connection: sqlite3.Connection, path: Path) -> None:
+    (mode,) = connection.execute("PRAGMA journal_mode = WAL").fetchone()
+    if mode != "wal":  # SQLite does not fail where shared memory is missing, it goes on in another mode
+        raise LedgerError(
+            f"the file system of {path} cannot hold a ledger that is read while it is written (journal mode {mode}); "
+            "choose a folder on a local disk with --run-dir"
+        )
 
 
 def connect_reader(path: Path) -> sqlite3.Connection:

@@ -46,7 +46,12 @@ class Ledger(LedgerReader):
         except BaseException:
             lock.release()
             raise
-        ledger._writer.put(Recorder.process_started, resumed_from)
+        try:
+            ledger._writer.put(Recorder.process_started, resumed_from)
+            ledger._writer.wait(sync=False)  # a disk that is full is told of now, not in the middle of the first step
+        except BaseException:
+            ledger.close()
+            raise
         return ledger
 
     def close(self) -> None:

@@ -1,0 +1,38 @@
+"""`headrace replay`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+
+def replay(
+    run: Annotated[Path, Parameter(help="Run folder.")],
+    /,
+    *,
+    until: Annotated[int | None, Parameter(help="Last step to replay; without it, all that were recorded.")] = None,
+) -> int:
+    """Train a recorded run once more from its ledger, and compare the weights after every step.
+
+    Nothing is generated, and the run's folder is left as it is. Exit code 1 if some weights are not the run's.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    from headrace.replay import Replay
+
+    console, found = Console(), Replay(run, until)
+    table = Table("step", "version", "reward", "loss", "gradient", "weights", title=f"replay of {run}")
+    different = 0
+    with console.status("replaying") as status:
+        for number, step in enumerate(found, 1):
+            status.update(f"replaying {number} of {len(found)} batches")
+            figures = (step.metrics.get(key) for key in ("reward/mean", "policy/loss", "policy/grad_norm"))
+            shown = ("" if value is None else f"{value:.4g}" for value in figures)
+            verdict = {True: "the same", False: "[red]different[/red]", None: "not recorded"}[step.same]
+            table.add_row(str(step.step), str(step.version), *shown, f"{step.fingerprint} {verdict}")
+            different += step.same is False
+    console.print(table)
+    return int(different > 0)

@@ -1,0 +1,95 @@
+"""Replay: train a recorded run once more from its ledger, batch by batch, and compare the weights at every step.
+
+Nothing is generated: the batches, and the pieces in which they were learned from, are as they were recorded. What
+happened at step N of an asynchronous run can so be looked at again and again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.afterwards import config_of
+from headrace.assembly import RunParts, assemble, resolve_objective
+from headrace.config import RunConfig
+from headrace.data.ledger import Ledger, LedgerReader
+from headrace.data.ledger.records import BatchRecord
+from headrace.errors import ConfigError
+from headrace.journal import in_pieces
+from headrace.learner import Learner
+from headrace.pipeline.buffer import FinishedGroup, TrajectoryGroupBuffer
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayedStep:
+    """One batch, trained once more."""
+
+    step: int
+    version: int
+    metrics: dict[str, float]
+    fingerprint: str
+    recorded: str | None
+    """That of the weights that the run published; None if it was killed before."""
+
+    @property
+    def same(self) -> bool | None:
+        """Whether the weights are the run's, to the bit."""
+        return None if self.recorded is None else self.fingerprint == self.recorded
+
+
+class Replay:
+    """Of a run folder. Iterating trains; `groups(step)` shows what a batch was made of."""
+
+    def __init__(self, run_dir: Path, until: int | None = None) -> None:
+        self._ledger: LedgerReader = Ledger.read(run_dir)
+        config = config_of(run_dir)
+        in_process = config.trainer.model_copy(update={"placement": "colocate", "release_cache": None})
+        self.config: RunConfig = resolve_objective(config.model_copy(update={"trainer": in_process}))
+        batches = self._ledger.batches_from(0)
+        self._batches = [record for record in batches if until is None or record.step < until]
+        if not self._batches or self._batches[0].step:
+            raise ConfigError(
+                f"{run_dir} has no record from its first step on; a run started from another one's checkpoint, "
+                f"or whose ledger keeps only the last steps (ledger.keep_steps), cannot be replayed"
+            )
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[ReplayedStep]:
+        parts = assemble(self.config)
+        buffer = TrajectoryGroupBuffer(self.config, parts.grouping)
+        learner = Learner(self.config, parts.backend, parts.objective, parts.policy)
+        with asyncio.Runner() as runner:
+            try:
+                for record in self._batches:
+                    yield runner.run(self._train(record, parts, buffer, learner))
+            finally:
+                runner.run(parts.engine.close())
+                runner.run(parts.backend.close())
+                self._ledger.close()
+
+    async def _train(
+        self, record: BatchRecord, parts: RunParts, buffer: TrajectoryGroupBuffer, learner: Learner
+    ) -> ReplayedStep:
+        if record.version == 0:
+            await parts.backend.publish(0)
+        learner.begin(record.version)
+        fresh, again = (self._groups(ids, buffer) for ids in (record.group_ids, record.again))
+        for piece, last in in_pieces(fresh, record.pieces):
+            await learner.learn(piece, again if last else ())
+        made = await learner.update(record.step)
+        publication = await parts.backend.publish(record.version + 1)
+        recorded = self._ledger.publication(publication.version)
+        return ReplayedStep(
+            step=record.step + made,
+            version=publication.version,
+            metrics=learner.metrics.reduce(),
+            fingerprint=publication.fingerprint,
+            recorded=recorded.fingerprint if recorded else None,
+        )
+
+    def _groups(self, group_ids: Sequence[int], buffer: TrajectoryGroupBuffer) -> list[FinishedGroup]:
+        return [buffer.form(group_id, self._ledger.group(group_id)) for group_id in group_ids]
