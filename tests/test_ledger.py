@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fakes import examples
@@ -46,7 +46,7 @@ def test_a_value_comes_back_as_it_was(value: Any):
 
 
 @given(st.data())
-@examples
+@settings(examples, max_examples=25)
 def test_everything_of_an_episode_comes_back_as_it_was(data: st.DataObject):
     prompt, task = data.draw(tokens), data.draw(messages)
     group = [data.draw(plays(prompt, task, rollout)) for rollout in range(2)]
@@ -70,7 +70,7 @@ def _with_plain_reason(record: Any) -> Any:
 
 
 @given(st.data())
-@examples
+@settings(examples, max_examples=10)
 def test_evaluation_episodes_come_back_as_they_were(data: st.DataObject):
     episodes = [data.draw(plays((1,), {"role": "user", "content": ""}, n)).episode for n in range(2)]
     with tempfile.TemporaryDirectory() as folder, Ledger.open(Path(folder)) as ledger:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -154,3 +155,26 @@ async def test_logits_of_one_chunk_at_a_time_give_the_same_step() -> None:
         assert a == pytest.approx(b, abs=1e-4)
     await whole.close()
     await chunked.close()
+
+
+async def test_a_full_disk_is_an_error_that_says_so(tmp_path: Path) -> None:
+    backend = make_local()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))  # bytes, and the weights need more
+    try:
+        with pytest.raises(BackendError, match=r"cannot write weights.safetensors: .*File too large"):
+            await backend.save(tmp_path / "state")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    await backend.close()
+
+
+async def test_optimizer_state_outlives_the_file_it_was_read_from(tmp_path: Path) -> None:
+    backend = make_local()
+    samples = random_samples(4, 90)
+    await step(backend, samples)
+    await backend.save(tmp_path)
+    await backend.load(tmp_path)
+    (tmp_path / "optimizer.safetensors").write_bytes(b"")  # a mapped file would now be gone from under it
+    await step(backend, samples)
+    await backend.close()

@@ -303,7 +303,8 @@ def _schedule(config: RunConfig) -> Iterator[str]:
     if (produce.over_sample or 0) > bound:
         yield (
             f"produce.over_sample {produce.over_sample:g} carries groups over to later versions, and "
-            f"trainer.max_staleness {bound} does not let so many run ahead; raise it to {math.ceil(produce.over_sample)}"
+            f"trainer.max_staleness {bound} does not let so many run ahead; raise it to "
+            f"{math.ceil(produce.over_sample or 0)}"
         )
     if produce.capacity is not None and produce.capacity < config.fresh_groups:
         yield (
@@ -339,7 +340,7 @@ def _streaming(config: RunConfig) -> Iterator[str]:
     if not trainer.stream:
         return
     if trainer.release_cache:
-        yield "trainer.stream learns while the engine generates, and trainer.release_cache while it does not; remove one"
+        yield "trainer.stream learns while the engine generates, trainer.release_cache while it does not; remove one"
     reasons = {
         "trainer.updates_per_batch above 1": trainer.updates_per_batch > 1,
         "filters.min_partial_tasks": config.filters.min_partial_tasks > 0,

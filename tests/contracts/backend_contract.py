@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import random
 from abc import abstractmethod
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from headrace.backends.base import Asked, Backend
+from headrace.backends.base import Asked, Backend, Snapshots
 from headrace.config import AlgorithmSection, RunConfig
 from headrace.data.sample import Sample
 from headrace.engine.base import SamplingParams
@@ -274,8 +275,30 @@ class BackendContract:
         await one.close()
         await two.close()
 
+    async def test_a_snapshot_is_written_as_it_was_taken(self, tmp_path: Path) -> None:
+        one, two = self.make_backend(), self.make_backend()
+        if not isinstance(one, Snapshots):
+            pytest.skip("this backend takes none")
+        samples = self.samples(one)
+        for number in range(2):  # the second may use the memory of the first
+            await self.train(one, samples, IMITATE)
+            write = await one.snapshot()
+            await one.save(tmp_path / f"saved-{number}")
+            await self.train(one, samples, IMITATE)
+            await asyncio.to_thread(write, tmp_path / f"copied-{number}")
+            assert _files(tmp_path / f"copied-{number}") == _files(tmp_path / f"saved-{number}")
+        await two.load(tmp_path / "copied-1")
+        await self.train(two, samples, IMITATE)
+        assert await self.logprobs(one, samples) == await self.logprobs(two, samples)
+        await one.close()
+        await two.close()
+
     async def test_an_unknown_loss_is_an_error_at_start_up(self) -> None:
         backend = self.make_backend()
         with pytest.raises(ValueError, match="did you mean"):
             backend.check(RunConfig(algorithm=AlgorithmSection(loss="ppo_clp")))
         await backend.close()
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -12,9 +12,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from headrace.backends.base import Asked, Publication, Trained, offending_samples
+from headrace.backends.base import Asked, Publication, Trained
 from headrace.backends.local.engines import LocalEngine, check_threads, learner_threads, new_engine
 from headrace.backends.local.frozen import FrozenModel, score_rows
+from headrace.backends.local.optim import apply_gradient, new_adamw
 from headrace.backends.local.storage import (
     State,
     collect_state,
@@ -26,24 +27,29 @@ from headrace.backends.local.storage import (
     write_state,
 )
 from headrace.backends.local.teacher import Teacher
-from headrace.backends.local.token_losses import require_trainable, token_losses
+from headrace.backends.local.token_losses import (
+    loss_context,
+    record_losses,
+    require_finite,
+    require_known_losses,
+    require_trainable,
+    token_losses,
+)
 from headrace.backends.local.tokens import TokenTensors
-from headrace.backends.losses import Figures, LossContext
-from headrace.combinations import chosen
 from headrace.config import AlgorithmSection, RunConfig
 from headrace.data.episode import Step
 from headrace.data.sample import TrainBatch
 from headrace.engine.process import ProcessEngine
 from headrace.engine.torch_engine import TorchEngine
-from headrace.errors import BackendError, ConfigError, DivergedError
-from headrace.metrics import MetricsAggregator, Reducer
+from headrace.errors import BackendError, ConfigError
+from headrace.metrics import MetricsAggregator
 from headrace.models.catalog import resolve_model
 from headrace.models.causal import PackedRows, build_causal_model
 from headrace.models.fingerprint import fingerprint
 from headrace.models.load import load_model, load_tokenizer
 from headrace.models.logprobs import target_logprobs, wide_dtype
 from headrace.models.modules import lay_end_to_end, trained_parameters
-from headrace.registry import names, nearest, resolve
+from headrace.registry import names, nearest
 
 T = TypeVar("T")
 _ROW_BLOCK = 32
@@ -70,7 +76,7 @@ class LocalBackend:
         self.value_head = self._new_value_head() if config.algorithm.value_head else None
         self._policy_weights = trained_parameters(self.hf_model)
         self._trainable = [p for p in self._modules().parameters() if p.requires_grad]
-        self.optimizer = self._new_optimizer()
+        self.optimizer = new_adamw(self._trainable, config.optimizer)
         self._engine: LocalEngine | None = None
         self._reference: FrozenModel | None = None
         self._teacher: Teacher | None = None
@@ -86,8 +92,7 @@ class LocalBackend:
                 f'{"" if engine in known else nearest(engine, known)}; set engine.name = "torch"'
             )
         check_threads(config)
-        for name in chosen(config.algorithm, "loss"):
-            resolve("loss", name)
+        require_known_losses(config)
         if config.distill.teacher != "initial":
             resolve_model(config.distill.teacher)
 
@@ -100,7 +105,8 @@ class LocalBackend:
         return await self._on_worker(lambda: self._forward_backward(batch, algorithm))
 
     async def optim_step(self, lr: float, grad_scale: float) -> MetricsAggregator:
-        return await self._on_worker(lambda: self._optim_step(lr, grad_scale))
+        clip = self._config.optimizer.grad_clip
+        return await self._on_worker(lambda: apply_gradient(self.optimizer, lr, grad_scale, clip))
 
     async def compute_logprobs(self, batch: TrainBatch, of: Asked = "policy") -> list[list[float]]:
         return await self._on_worker(lambda: self._logprobs(batch, of))
@@ -147,67 +153,23 @@ class LocalBackend:
         metrics = MetricsAggregator()
         found: list[tuple[float, ...]] = [()] * len(batch.samples)
         require_trainable(algorithm, batch)
-        recompute = algorithm.proximal == "recompute" and any(s.old_logprobs is None for s in batch.samples)
-        old = self._logprobs(batch, "policy") if recompute else None
         for indices in batch.micro_batches:
             samples = [batch.samples[i] for i in indices]
             tokens = TokenTensors(samples, [batch.weights[i] for i in indices], self._loss_dtype)
             hidden_MD = self.model.hidden(tokens.rows).index_select(0, tokens.where_M)
             logprobs_M, entropy_M = self._head(hidden_MD, tokens, bool(algorithm.entropy_coef))
-            context = LossContext(
-                logprobs_M=logprobs_M,
-                old_logprobs_M=self._old(tokens, None if old is None else [old[i] for i in indices], algorithm),
-                sampler_logprobs_M=tokens.sampler_M,
-                advantages_M=tokens.advantages_M,
-                row_M=tokens.row_M,
-                rows=len(samples),
-                algorithm=algorithm,
-                reference_logprobs_M=tokens.reference_M,
-                dpo_beta=self._config.dpo.beta,
-            )
+            context = loss_context(tokens, logprobs_M, algorithm, self._config.dpo.beta)
             loss_M, figures = token_losses(context, samples, entropy_M, tokens.sampled_M)
             if bool(tokens.valued_M.any()):  # other roles of the micro-batch may have no returns
                 error_M = 0.5 * (self._values(hidden_MD) - tokens.returns_M) ** 2 * tokens.valued_M
                 loss_M = loss_M + algorithm.value_coef * error_M
                 figures["value/loss"] = error_M.detach()[tokens.valued_M]
-            self._require_finite(loss_M, tokens, batch, indices)
+            require_finite(loss_M, tokens.row_M, batch, indices)
             (loss_M * tokens.weights_M).sum().backward()
-            metrics.record("tokens/trained", loss_M.numel(), Reducer.SUM)
-            if algorithm.loss != "dpo":  # which reports its loss per pair
-                figures["policy/loss"] = loss_M
-            _record(metrics, {**figures, "policy/entropy": entropy_M})
+            record_losses(metrics, loss_M, entropy_M, figures)
             for index, part in zip(indices, logprobs_M.detach().split(tokens.counts), strict=True):
                 found[index] = tuple(part.tolist())
         return Trained(metrics, tuple(found))
-
-    def _old(self, tokens: TokenTensors, computed: list[list[float]] | None, algorithm: AlgorithmSection) -> Tensor:
-        """The denominator of the ratio: the sampler's, or the learner's own at the start of the batch."""
-        if computed is not None:
-            return tokens.select(computed)
-        given = tokens.old_M if algorithm.proximal == "recompute" else None
-        return tokens.sampler_M if given is None else given
-
-    def _optim_step(self, lr: float, grad_scale: float) -> MetricsAggregator:
-        optimizer_config = self._config.optimizer
-        gradients = [p.grad for p in self._trainable if p.grad is not None]
-        if not gradients:
-            raise BackendError("optim_step was called with no accumulated gradient")
-        norm = float(torch.nn.utils.get_total_norm(gradients)) * grad_scale
-        if not torch.isfinite(torch.tensor(norm)):
-            self.optimizer.zero_grad(set_to_none=True)
-            raise DivergedError(f"the gradient norm is {norm}; lower optimizer.lr (now {lr:g}) or clip harder")
-        factor = grad_scale
-        if optimizer_config.grad_clip and norm > optimizer_config.grad_clip:
-            factor *= optimizer_config.grad_clip / norm
-        torch._foreach_mul_(gradients, factor)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        metrics = MetricsAggregator()
-        metrics.record("policy/grad_norm", norm, Reducer.LAST)
-        metrics.record("optim/lr", lr, Reducer.LAST)
-        return metrics
 
     def _logprobs(self, batch: TrainBatch, of: Asked) -> list[list[float]]:
         rows = [sample.tokens for sample in batch.samples]
@@ -265,16 +227,6 @@ class LocalBackend:
         if weights is not None:
             self._the_teacher().copy_from(weights)
 
-    def _require_finite(self, loss_M: Tensor, tokens: TokenTensors, batch: TrainBatch, indices: Any) -> None:
-        bad_rows = tokens.row_M[~torch.isfinite(loss_M)].unique().tolist()
-        if bad_rows:
-            self.optimizer.zero_grad(set_to_none=True)
-            report = offending_samples(batch, [indices[row] for row in bad_rows])
-            raise DivergedError(
-                f"the loss is not finite in {len(bad_rows)} of {len(indices)} samples; lower optimizer.lr "
-                f"(now {self._config.optimizer.lr:g}) or look at these:\n{report}"
-            )
-
     # ---- set-up ---------------------------------------------------------------------------------------------------
 
     def _new_value_head(self) -> torch.nn.Linear:
@@ -290,18 +242,6 @@ class LocalBackend:
             return self.hf_model
         return torch.nn.ModuleDict({"model": self.hf_model, "value_head": self.value_head})
 
-    def _new_optimizer(self) -> torch.optim.AdamW:
-        section = self._config.optimizer
-        matrices = [p for p in self._trainable if p.ndim >= 2]
-        others = [p for p in self._trainable if p.ndim < 2]
-        return torch.optim.AdamW(
-            [{"params": matrices, "weight_decay": section.weight_decay}, {"params": others, "weight_decay": 0.0}],
-            lr=section.lr,
-            betas=section.betas,
-            eps=section.eps,
-            fused=True,
-        )
-
     def _checkpoint_gradients(self) -> None:
         if hasattr(self.model, "gradient_checkpointing"):
             self.model.gradient_checkpointing = True  # type: ignore[attr-defined]
@@ -310,12 +250,6 @@ class LocalBackend:
 
     async def _on_worker(self, function: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._worker, function)
-
-
-def _record(metrics: MetricsAggregator, figures: Figures) -> None:
-    for key, values in figures.items():
-        if values.numel():
-            metrics.record(key, float(values.detach().mean()), Reducer.WEIGHTED_MEAN, weight=values.numel())
 
 
 def eos_token_ids(hf_model: Any, tokenizer: Any) -> list[int]:

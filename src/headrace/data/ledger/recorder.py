@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from headrace.data.episode import Episode
@@ -43,10 +44,10 @@ class _Attempt:
 class Recorder:
     """One method per event. A repeated event, as a replay after a crash brings it, changes nothing."""
 
-    def __init__(self, connection: sqlite3.Connection) -> None:
+    def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
         self._connection = connection
         self._execute = connection.execute
-        self._reader = LedgerReader(connection)
+        self._reader = LedgerReader(connection, path)
         self._attempts: dict[Rollout, _Attempt] = {}
         self._prompts: dict[int, Base] = {}
         self._tasks: dict[int, tuple[Any, str]] = {}

@@ -35,7 +35,7 @@ class Writer:
     def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
         self._connection = connection
         self._path = path
-        self._recorder = Recorder(connection)
+        self._recorder = Recorder(connection, path)
         self._lock = threading.Lock()
         self._filled = threading.Condition(self._lock)  # the thread waits for events
         self._progress = threading.Condition(self._lock)  # callers wait for room, and for commits

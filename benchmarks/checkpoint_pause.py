@@ -1,0 +1,81 @@
+"""How long does training stand still for a checkpoint? Written beside training against written at once.
+
+    python benchmarks/checkpoint_pause.py [--model smollm2-135m] [--saves 3] [--json FILE] [--quick]
+
+Prints a table in Markdown. The pause is what `save` takes; between two saves the writing is waited for. `--quick` takes
+the bundled model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+from headrace.backends.local.backend import LocalBackend
+from headrace.checkpoint import TrainerState, checkpoint_folder
+from headrace.config import AlgorithmSection
+from headrace.data.sample import Sample
+from headrace.pipeline.batcher import grad_scale, pack
+from headrace.runfile import build_config
+from headrace.saving import CheckpointWriter
+
+IMITATE = AlgorithmSection(loss="cross_entropy")
+
+
+async def measure(model: str, saves: int, beside: bool, place: Path) -> tuple[list[float], list[float], float]:
+    """Seconds that each save held training up, seconds until it was whole, and megabytes of a checkpoint."""
+    config = build_config({"model": {"name": model}, "trainer": {"save_async": beside, "keep_last": 1}})
+    backend = LocalBackend(config)
+    await _step(backend)  # the optimizer has moments from here on
+    writer = CheckpointWriter(place, backend, config)
+    pauses, wholes = [], []
+    for step in range(1, saves + 1):
+        began = time.perf_counter()
+        await writer.save(TrainerState(step, step, (0, 0), 0))
+        pauses.append(time.perf_counter() - began)
+        await writer.wait()
+        wholes.append(time.perf_counter() - began)
+    size = sum(path.stat().st_size for path in checkpoint_folder(place, saves).rglob("*"))
+    await writer.close()
+    await backend.close()
+    return pauses, wholes, size / 2**20
+
+
+async def _step(backend: LocalBackend) -> None:
+    count = 8
+    zeros = (0.0,) * (count - 1)
+    batch = pack([Sample(tuple(range(count)), (1,) * (count - 1), zeros, (0,) * (count - 1), zeros)], IMITATE, 512)
+    await backend.forward_backward(batch, IMITATE)
+    await backend.optim_step(1e-5, grad_scale([batch], IMITATE))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--saves", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--quick", action="store_true")
+    given = parser.parse_args()
+    model = "bundled" if given.quick else given.model
+    found = {}
+    print("| saving | first pause (s) | later pauses (s) | whole after (s) | checkpoint (MB) |")
+    print("| --- | --- | --- | --- | --- |")
+    for name, beside in (("at once", False), ("beside training", True)):
+        with tempfile.TemporaryDirectory() as place:
+            pauses, wholes, size_mb = asyncio.run(measure(model, given.saves, beside, Path(place)))
+        later = median(pauses[1:] or pauses)
+        found[name] = {"first_s": pauses[0], "later_s": later, "whole_s": median(wholes), "mb": size_mb}
+        print(f"| {name} | {pauses[0]:.3f} | {later:.3f} | {median(wholes):.3f} | {size_mb:.0f} |")
+    ratio = found["beside training"]["later_s"] / found["at once"]["later_s"]
+    print(f"\npause beside training / at once: {ratio:.3f}")
+    if given.json:
+        given.json.write_text(json.dumps({"model": model, "ratio": ratio, **found}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
