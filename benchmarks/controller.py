@@ -87,7 +87,7 @@ def resident_mb() -> float:
 
 def train(workflow: str, schedule: str, episodes: int, answers_after_s: float, *callbacks: Callback) -> Cost:
     """A run over so many episodes."""
-    null = Null(lambda seed: answers_after_s, checks=False, remembers=False)
+    null = Null(lambda seed: answers_after_s, by_token=False, checks=False, remembers=False)
     trainer = SCHEDULES[schedule]
     steps = episodes // (trainer["batch_size"] * GROUP_SIZE)
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(StringIO()):

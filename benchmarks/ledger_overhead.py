@@ -15,44 +15,67 @@ import shutil
 import struct
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from headrace.data.episode import Episode, ModelOutput, OwnedMessages, Step, Trajectory
-from headrace.data.ledger import Ledger, LedgerReader, digest
+from headrace.data.ledger import Ledger, LedgerReader
+from headrace.data.task import Message
 
 GROUP = 8
 BATCH = 16  # groups
+POOL = 200  # groups that are made up; recorded again and again under new ids
+BURST = 10 * BATCH  # groups
+DIGEST = "0123456789abcdef0123456789abcdef"
 PROMPT, REPLY, QUESTION = 60, 40, 20  # tokens
 WORDS = ("make", "from", "use", "each", "number", "once", "search", "answer", "plus", "times", "minus", "try", "then")
 PARAMS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_tokens": 100, "stop": []}
 
 
-def run(ledger: Ledger, groups: int, seed: int = 0) -> float:
-    """Record a run of so many groups, all trained; seconds on the caller's thread that were spent in the ledger."""
-    rng = random.Random(seed)
+@dataclass(frozen=True)
+class Made:
+    """An episode, and the replies that it was made of."""
+
+    episode: Episode
+    outputs: tuple[ModelOutput, ...]
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """Those of its only trajectory."""
+        return self.episode.trajectories[0].steps
+
+
+def record_run(ledger: Ledger, pool: Sequence[Sequence[Made]], group_ids: Iterable[int]) -> float:
+    """Record groups out of a pool, all of them trained; seconds that the caller spent in the ledger."""
     spent_s = 0.0
-    for group_id in range(groups):
-        made = list(_group(rng, group_id, version=group_id // BATCH))
+    for group_id in group_ids:
+        group = [replace(made.episode, group_id=group_id) for made in pool[group_id % len(pool)]]
         began = time.perf_counter()
-        _record(ledger, group_id, made)
+        _record(ledger, group_id, group, pool[group_id % len(pool)])
         spent_s += time.perf_counter() - began
     return spent_s
 
 
-def _group(rng: random.Random, group_id: int, version: int) -> Iterator[tuple[Episode, list[ModelOutput], list]]:
+def make_group(rng: random.Random) -> list[Made]:
+    """Rollouts of one task."""
     prompt = tuple(rng.randrange(2000) for _ in range(PROMPT))
     task = {"role": "user", "content": _text(rng, PROMPT)}
-    for rollout in range(GROUP):
-        history, ids, steps, outputs = [task], prompt, [], []
-        for call in range(rng.randint(1, 3)):
-            if call:
-                history = [*history, outputs[-1].message, {"role": "user", "content": _text(rng, QUESTION)}]
-                ids = ids + outputs[-1].completion_ids + tuple(rng.randrange(2000) for _ in range(QUESTION))
-            outputs.append(_output(rng, ids, call, version))
-            steps.append(Step.from_model_output(outputs[-1], OwnedMessages(history)))
-        trajectory = Trajectory(tuple(steps), reward=float(rng.random() < 0.5))
-        yield Episode(f"task {group_id}", (trajectory,), group_id, rollout, seed=rng.getrandbits(62)), outputs, steps
+    return [_make(rng, prompt, task, rollout) for rollout in range(GROUP)]
+
+
+def _make(rng: random.Random, ids: tuple[int, ...], task: dict[str, str], rollout: int) -> Made:
+    history: list[Message] = [task]
+    outputs: list[ModelOutput] = []
+    steps: list[Step] = []
+    for call in range(rng.randint(1, 3)):
+        if call:
+            history = [*history, outputs[-1].message, {"role": "user", "content": _text(rng, QUESTION)}]
+            ids = ids + outputs[-1].completion_ids + tuple(rng.randrange(2000) for _ in range(QUESTION))
+        outputs.append(_output(rng, ids, call, version=rollout % 2))
+        steps.append(Step.from_model_output(outputs[-1], OwnedMessages(history)))
+    trajectory = Trajectory(tuple(steps), reward=float(rng.random() < 0.5))
+    return Made(Episode("task", (trajectory,), rollout_idx=rollout, seed=rng.getrandbits(62)), tuple(outputs))
 
 
 def _output(rng: random.Random, prompt: tuple[int, ...], call: int, version: int) -> ModelOutput:
@@ -66,16 +89,15 @@ def _text(rng: random.Random, tokens: int) -> str:
     return " ".join(rng.choice(WORDS) for _ in range(tokens))
 
 
-def _record(ledger: Ledger, group_id: int, made: list[tuple[Episode, list[ModelOutput], list]]) -> None:
+def _record(ledger: Ledger, group_id: int, episodes: Sequence[Episode], group: Sequence[Made]) -> None:
     step = group_id // BATCH
-    ledger.dispatched(group_id, (0, group_id), f"task {group_id}", "default", GROUP, step)
-    for episode, outputs, steps in made:
+    ledger.dispatched(group_id, (0, group_id), "task", "default", GROUP, step)
+    for episode, made in zip(episodes, group, strict=True):
         place = (group_id, episode.rollout_idx, 0)
         ledger.started(*place, episode.seed)
-        for output, taken in zip(outputs, steps, strict=True):
-            asked = digest(output.call, len(output.prompt_ids))
+        for output, taken in zip(made.outputs, made.steps, strict=True):
             ledger.called(
-                *place, output, role="agent", seed=output.call, request_digest=asked, messages=taken.messages,
+                *place, output, role="agent", seed=output.call, request_digest=DIGEST, messages=taken.messages,
                 params=PARAMS,
             )  # fmt: skip
         ledger.finished(episode, 1.0)
@@ -91,17 +113,19 @@ def _record(ledger: Ledger, group_id: int, made: list[tuple[Episode, list[ModelO
 
 def measure(work: Path, episodes: int) -> dict[str, float]:
     """Record so many episodes, then open what was recorded and ask for the account."""
-    began = time.perf_counter()
+    rng = random.Random(0)
+    pool = [make_group(rng) for _ in range(POOL)]
+    began, busy = time.perf_counter(), time.process_time()
     with Ledger.open(work) as ledger:
-        caller_s = run(ledger, episodes // GROUP)
+        caller_s = record_run(ledger, pool, range(BURST))  # fewer events than may wait: nobody waits for the writer
+        record_run(ledger, pool, range(BURST, episodes // GROUP))
         ledger.flush()
-        took_s = time.perf_counter() - began
+        took_s, busy_s = time.perf_counter() - began, time.process_time() - busy
     began = time.perf_counter()
     with LedgerReader.read(work) as reader:
         account = reader.account()
         opened_s = time.perf_counter() - began
-    assert account.dispatched == episodes // GROUP * GROUP
-    size = (work / "ledger.sqlite").stat().st_size
+        (rows,) = reader._rows("SELECT (SELECT count(*) FROM calls), (SELECT count(*) FROM episodes)")
     began = time.perf_counter()
     with Ledger.open(work) as ledger:
         ledger.account()
@@ -109,8 +133,10 @@ def measure(work: Path, episodes: int) -> dict[str, float]:
     return {
         "episodes": account.dispatched,
         "episodes_per_s": account.dispatched / took_s,
-        "caller_us_per_episode": 1e6 * caller_s / account.dispatched,
-        "bytes_per_episode": size / account.dispatched,
+        "inserts_per_s": (rows[0] + 2 * rows[1]) / took_s,  # calls, episodes and their bodies
+        "cpu_us_per_episode": 1e6 * busy_s / account.dispatched,
+        "caller_us_per_episode": 1e6 * caller_s / (BURST * GROUP),
+        "bytes_per_episode": (work / "ledger.sqlite").stat().st_size / account.dispatched,
         "open_and_account_s": opened_s,
         "open_for_writing_and_account_s": went_on_s,
     }

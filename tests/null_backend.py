@@ -55,7 +55,7 @@ def reply_ids(seed: int) -> tuple[int, ...]:
 class NullEngine:
     """Answers at once, or token by token over `takes_s(seed)`. Each token has the version that was live just then."""
 
-    def __init__(self, shares_weights: bool, takes_s: TakesS) -> None:
+    def __init__(self, shares_weights: bool, takes_s: TakesS, by_token: bool = True) -> None:
         self.shares_weights = shares_weights
         self.version = 0
         self.weights = {0: 0.0}
@@ -67,6 +67,7 @@ class NullEngine:
         self.running = self.most_running = self.caches_released = 0
         self.closed = False
         self._takes_s = takes_s
+        self._by_token = by_token
         self._going = asyncio.Event()
         self._going.set()
 
@@ -75,13 +76,14 @@ class NullEngine:
     ) -> Generation:
         self._require(not self.closed, "a request came after close")
         ids = reply_ids(seed)[: params.max_tokens]
-        pause_s, pin = self._takes_s(seed) / len(ids), self.pinned if pinned else None
+        pauses = len(ids) if self._by_token else 1
+        pause_s, pin = self._takes_s(seed) / pauses, self.pinned if pinned else None
         versions: list[int] = []
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         try:
-            for _ in ids:
-                if pause_s:
+            for place in range(len(ids)):
+                if pause_s and place < pauses:
                     await asyncio.sleep(pause_s)
                 while not self._going.is_set():
                     await self._going.wait()
@@ -165,7 +167,7 @@ class NullBackend:
 
     def __init__(self, config: RunConfig, null: Null | None = None) -> None:
         self.null = null or Null()
-        self.engine = NullEngine(config.trainer.placement == "colocate", self.null.takes_s)
+        self.engine = NullEngine(config.trainer.placement == "colocate", self.null.takes_s, self.null.by_token)
         self.weights = 0.0
         self.steps: list[tuple[int, list[Sample]]] = []
         self.publications: list[int] = []
@@ -226,10 +228,12 @@ class NullBackend:
     async def save(self, folder: Path) -> None:
         self._require(not self._accumulated, "save came in the middle of a step")
         folder.mkdir(parents=True)
-        (folder / "null.json").write_text(json.dumps(self.weights))
+        (folder / "null.json").write_text(json.dumps({"weights": self.weights, "versions": self.engine.weights}))
 
     async def load(self, folder: Path) -> None:
-        self.weights = json.loads((folder / "null.json").read_text())
+        found = json.loads((folder / "null.json").read_text())
+        self.weights = found["weights"]
+        self.engine.weights = {int(version): weights for version, weights in found["versions"].items()}
 
     async def export(self, folder: Path) -> None:
         await self.save(folder)
@@ -285,12 +289,13 @@ def oldest(sample: Sample) -> int:
 class Null:
     """The backend "null" as it is registered: makes backends, and keeps them.
 
-    `learn_s` is what each pass and each optimizer step takes. Without `checks` rows are not looked at, and with
-    `remembers` false not kept.
+    `learn_s` is what each pass and each optimizer step takes. Not `by_token`, an answer comes as a whole. Without
+    `checks` rows are not looked at, and with `remembers` false not kept.
     """
 
     takes_s: TakesS = at_once
     learn_s: float = 0.0
+    by_token: bool = True
     checks: bool = True
     remembers: bool = True
     made: list[NullBackend] = field(default_factory=list)
@@ -332,6 +337,7 @@ def null_config(run_dir: Path, **sections: Any) -> RunConfig:
         "track": {"trackers": ["jsonl"], "plot": False},
         "eval": {"before": False, "after": False},
         "engine": {"health_every_s": 1000.0},  # or a hang would be a million looks
+        "ledger": {"enabled": False},  # it syncs the disk at every step
     }
     return build_config({key: {**small.get(key, {}), **sections.get(key, {})} for key in {*small, *sections}})
 

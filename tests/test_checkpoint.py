@@ -15,7 +15,6 @@ from headrace.checkpoint import (
     checkpoint_folder,
     list_checkpoints,
     load_checkpoint,
-    load_from,
     load_newest,
     with_evaluation,
 )
@@ -91,9 +90,9 @@ async def test_checkpoints_stand_in_the_order_of_their_steps_however_many_digits
 async def test_a_checkpoint_is_loaded_from_wherever_it_was_copied_to(tmp_path: Path) -> None:
     copied = (await save_one(tmp_path, 5)).rename(tmp_path / "the-good-one")
     backend = FileBackend()
-    assert (await load_from(copied, backend)).step == 5  # type: ignore[arg-type]
+    assert (await load_checkpoint(copied, backend)).step == 5  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="neither a checkpoint nor a run folder with one"):
-        await load_from(tmp_path, backend)  # type: ignore[arg-type]
+        await load_checkpoint(tmp_path, backend)  # type: ignore[arg-type]
 
 
 # ---- damage ----------------------------------------------------------------------------------------------------------
@@ -122,10 +121,10 @@ async def test_a_flipped_bit_in_any_file_is_noticed_and_the_one_before_used(
     damaged = await save_one(tmp_path, 10)
     flip(damaged / file, place)
     with pytest.raises(CheckpointError, match=rf"step_000010 is damaged: {file} .*; choose another one"):
-        await load_from(damaged, FileBackend())  # type: ignore[arg-type]
+        await load_checkpoint(damaged, FileBackend())  # type: ignore[arg-type]
     told: list[str] = []
     assert await newest(tmp_path, told) == (5, 5)
-    assert f"step_000010 is damaged: {file} " in told[0] and "looking for the one before" in told[0]
+    assert f"step_000010 is damaged: {file} " in told[0] and "passed over for the one before" in told[0]
     assert "going on from" in told[1] and "step_000005" in told[1]
     assert "damaged_step_000010" in told[2]
     assert [folder.name for folder in list_checkpoints(tmp_path)] == ["step_000005"]

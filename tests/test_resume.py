@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import random
+import shutil
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -58,6 +60,13 @@ class StopAtTwo(Callback):
     def on_batch_end(self, step: int, metrics: Mapping[str, float]) -> None:
         if step == 2:
             self._trainer.stop()
+
+
+class Breaks(Callback):
+    """As a kill after the third step would."""
+
+    def on_batch_end(self, step: int, metrics: Mapping[str, float]) -> None:
+        raise ZeroDivisionError
 
 
 STOP = ["--trainer.callbacks", "test_resume:StopAtTwo"]
@@ -131,6 +140,18 @@ def test_a_path_starts_a_run_of_its_own_from_there(train: Callable[..., int]) ->
     assert (first["step"], again["step"]) == (4, 5) and again["version"] == 5
     assert train("run.toml", "--run-dir", "c", "--run.resume", "r", "--trainer.steps", "6") == 0
     assert made("c") == [5, 6]
+
+
+@pytest.mark.parametrize("again", [["run.toml", "--run-dir", "b", "--run.resume", "r"], ["--resume", "b"]])
+def test_a_branch_stands_on_its_own_from_its_beginning(train: Callable[..., int], again: list[str]) -> None:
+    train("run.toml", "--run-dir", "r", *STOP)
+    with pytest.raises(ZeroDivisionError):  # before it has made a checkpoint
+        train("run.toml", "--run-dir", "b", "--run.resume", "r", "--trainer.callbacks", "test_resume:Breaks")
+    assert saved("b") == [2]
+    shutil.rmtree("r/checkpoints")
+    assert train(*again, *GO_ON) == 0
+    assert made("b")[-2:] == [3, 4] and not Path("b-2").exists()
+    assert json.loads(Path("b/config.json").read_text())["run"]["resume"] == "r"  # where it comes from
 
 
 def test_other_settings_are_refused_and_the_run_can_still_be_gone_on_with(
@@ -248,11 +269,11 @@ class FullBackend(NullBackend):
 
     async def snapshot(self) -> Callable[[Path], None]:
         FullBackend.saves += 1
-        weights, full = self.weights, FullBackend.saves > 1
+        copied, full = Path(tempfile.mkdtemp()) / "copied", FullBackend.saves > 1
+        await self.save(copied)
 
         def write(folder: Path) -> None:
-            folder.mkdir(parents=True)
-            (folder / "null.json").write_text(json.dumps(weights))
+            shutil.copytree(copied, folder)
             if full:
                 raise OSError(errno.ENOSPC, "No space left on device")
 

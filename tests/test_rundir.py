@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 import os
 import signal
 import subprocess
@@ -21,7 +20,7 @@ from checkpoints import save_one
 from headrace import resume
 from headrace.config import RunConfig
 from headrace.errors import ConfigError
-from headrace.rundir import Claim, claim_run_dir, log_to_file, mark_finished
+from headrace.rundir import Claim, claim_run_dir, mark_finished
 from headrace.runfile import build_config
 
 
@@ -116,6 +115,7 @@ async def test_its_own_path_extends_a_finished_run(tmp_path: Path) -> None:
         claim(tmp_path, run=own, trainer={"steps": 5})
     assert (folder / "finished").exists()
     found = claim(tmp_path, run=own, trainer={"steps": 9})
+    assert stored(folder)["run"]["resume"] == "auto"  # as it was begun
     assert found.folder == folder and found.goes_on and found.start_from is None
     assert found.notes == ("changed settings: trainer.steps: 5 → 9",)
     assert not (folder / "finished").exists() and stored(folder)["trainer"]["steps"] == 9
@@ -354,48 +354,3 @@ def test_a_file_system_that_is_really_read_only(tmp_path: Path) -> None:
     )
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert "Read-only file system; make room or make it writable, or choose another with --run-dir" in done.stderr
-
-
-# ---- the log ---------------------------------------------------------------------------------------------------------
-
-
-def test_each_run_has_a_log_of_its_own(tmp_path: Path) -> None:
-    logger = logging.getLogger("headrace")
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-        handler = log_to_file(tmp_path / name)
-        logger.info("hello from %s", name)
-        handler.close()
-    for name in ("one", "two"):
-        (line,) = (tmp_path / name / "log.txt").read_text().splitlines()
-        assert line.endswith(f"INFO hello from {name}")
-
-
-def test_a_closed_log_leaves_the_logger_as_it_was(tmp_path: Path) -> None:
-    logger = logging.getLogger("headrace")
-    before = (logger.level, logger.propagate, list(logger.handlers))
-    handler = log_to_file(tmp_path)
-    assert (logger.level, logger.propagate) == (logging.INFO, False)
-    handler.close()
-    assert (logger.level, logger.propagate, list(logger.handlers)) == before
-    logger.setLevel(logging.ERROR)
-    handler.close()  # as at exit, once more
-    assert logger.level == logging.ERROR
-    logger.setLevel(before[0])
-
-
-class FullStream:
-    def write(self, text: str) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    def flush(self) -> None: ...
-
-
-def test_a_log_that_cannot_be_written_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    handler: Any = log_to_file(tmp_path)
-    own, handler.stream = handler.stream, FullStream()
-    for _ in range(3):
-        logging.getLogger("headrace").info("hello")
-    handler.stream = own
-    handler.close()
-    assert capsys.readouterr().err.count("log.txt: ") == 1

@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import threading
@@ -18,11 +19,11 @@ from typing import Any
 import pytest
 
 from checkpoints import FileBackend, SnapshotBackend, save_one, score, some_config, some_state, writer
-from headrace.checkpoint import checkpoint_folder, list_checkpoints, step_of
+from headrace.checkpoint import checkpoint_folder, list_checkpoints, load_newest, step_of
 from headrace.errors import CheckpointError, ConfigError
 from headrace.manifest import find_damage
 from headrace.runfile import build_config
-from headrace.saving import steps_to_keep, tidy
+from headrace.saving import adopt, steps_to_keep, tidy
 
 MB = 1 << 20
 
@@ -297,3 +298,46 @@ async def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     await save_one(tmp_path, 5)
     found = sorted(path.name for path in checkpoint_folder(tmp_path, 5).iterdir())
     assert found == ["checkpoint.json", "optimizer", "random.json", "trainer.json", "weights"]
+
+
+# ---- from elsewhere --------------------------------------------------------------------------------------------------
+
+
+async def test_an_adopted_checkpoint_outlives_the_one_it_comes_from(tmp_path: Path) -> None:
+    for step in (5, 10):
+        await save_one(tmp_path / "one", step)
+    told: list[str] = []
+    adopt(tmp_path / "two", tmp_path / "one", told.append)
+    assert steps(tmp_path / "two") == [10] and "step_000010" in told[0]
+    adopt(tmp_path / "two", tmp_path / "one" / "checkpoints" / "step_000005", told.append)
+    assert steps(tmp_path / "two") == [10] and len(told) == 1  # it has one
+    shutil.rmtree(tmp_path / "one")
+    backend: Any = FileBackend()
+    state = await load_newest(tmp_path / "two", backend)
+    assert state is not None and (state.step, backend.weights) == (10, 10)
+
+
+async def test_what_is_damaged_is_not_adopted(tmp_path: Path) -> None:
+    for step in (5, 10):
+        await save_one(tmp_path / "one", step)
+    damaged = checkpoint_folder(tmp_path / "one", 10)
+    (damaged / "weights").write_text("??")
+    with pytest.raises(CheckpointError, match=r"step_000010 is damaged: weights"):
+        adopt(tmp_path / "two", damaged)
+    adopt(tmp_path / "two", tmp_path / "one")
+    assert steps(tmp_path / "two") == [5]
+    with pytest.raises(ConfigError, match="neither a checkpoint nor a run folder"):
+        adopt(tmp_path / "three", tmp_path)
+
+
+async def test_a_checkpoint_is_adopted_from_another_file_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = await save_one(tmp_path / "one", 5)
+
+    def refuse(source: str, target: str) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    monkeypatch.setattr(os, "link", refuse)
+    adopt(tmp_path / "two", folder.rename(tmp_path / "copied"))
+    assert steps(tmp_path / "two") == [5]

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from headrace.assembly import assemble_evaluation, resolve_objective
 from headrace.backends.base import Backend
-from headrace.checkpoint import is_checkpoint, list_checkpoints, load_from
+from headrace.checkpoint import is_checkpoint, list_checkpoints, load_checkpoint
 from headrace.config import RunConfig
 from headrace.errors import ConfigError
 from headrace.registry import resolve
@@ -54,7 +54,7 @@ def config_of(run_dir: Path) -> RunConfig:
 async def _export(config: RunConfig, checkpoint: Path, out: Path) -> None:
     backend: Backend = await asyncio.to_thread(resolve("backend", config.backend.name), config)
     try:
-        await load_from(checkpoint, backend, _tell)
+        await load_checkpoint(checkpoint, backend, _tell)
         await backend.export(out)
     finally:
         await backend.close()
@@ -64,7 +64,7 @@ async def _evaluate(config: RunConfig, checkpoint: Path | None) -> dict[str, flo
     parts = await asyncio.to_thread(assemble_evaluation, config)
     try:
         if checkpoint is not None:
-            await load_from(checkpoint, parts.backend, _tell)
+            await load_checkpoint(checkpoint, parts.backend, _tell)
         await parts.backend.publish(0)  # an engine of its own would have the weights of the model as it was loaded
         with Progress(console=Console(stderr=True), transient=True) as progress:
             bars = {}

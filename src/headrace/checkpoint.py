@@ -108,51 +108,58 @@ def _folders(run_dir: Path) -> list[Path]:
     return sorted((path for path in found if path.name.removeprefix(_PREFIX).isdecimal()), key=step_of)
 
 
-async def load_checkpoint(folder: Path, backend: Backend) -> TrainerState:
-    """Load the backend's state and return the trainer's, if everything is as it was written."""
-    damage = await asyncio.to_thread(manifest.find_damage, folder)
-    if damage:
-        raise CheckpointError(f"the checkpoint {folder} is damaged: {damage}; choose another one")
-    state = TrainerState.read(folder)
-    await backend.load(folder)
-    return state
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The newest whole checkpoint, and the damaged ones that were passed over for it, with what is wrong."""
+
+    whole: Path
+    damaged: tuple[tuple[Path, str], ...] = ()
+
+
+def find_whole(path: Path) -> Found | None:
+    """A checkpoint, or the newest whole one of a run folder; None if there is none at all. Damage is an error."""
+    if is_checkpoint(path):
+        damage = manifest.find_damage(path)
+        if damage:
+            raise CheckpointError(f"the checkpoint {path} is damaged: {damage}; choose another one")
+        return Found(path)
+    damaged: list[tuple[Path, str]] = []
+    for folder in reversed(_folders(path)):
+        damage = manifest.find_damage(folder)
+        if not damage:
+            return Found(folder, tuple(damaged))
+        damaged.append((folder, damage))
+    if not damaged:
+        return None
+    found = "; ".join(f"{folder.name}: {damage}" for folder, damage in damaged)
+    raise CheckpointError(
+        f"no checkpoint of {path} is whole ({found}); put one back from a copy, or start a new run with "
+        f'run.resume = "never"'
+    )
 
 
 async def load_newest(
-    run_dir: Path, backend: Backend, tell: Tell = lambda _: None, set_aside: bool = False
+    path: Path, backend: Backend, tell: Tell = lambda _: None, set_aside: bool = False
 ) -> TrainerState | None:
-    """Load the newest whole checkpoint of a run; None if there is none at all.
+    """Load a checkpoint, or the newest whole one of a run folder; None if there is none at all.
 
     Damaged ones are told of and passed over. `set_aside` renames them: they are no longer this run's newest.
     """
-    damaged: list[tuple[Path, str]] = []
-    for folder in reversed(_folders(run_dir)):
-        damage = await asyncio.to_thread(manifest.find_damage, folder)
-        if damage:
-            damaged.append((folder, damage))
-            tell(f"the checkpoint {folder} is damaged: {damage}; looking for the one before")
-            continue
-        state = TrainerState.read(folder)
-        await backend.load(folder)
-        tell(f"going on from {folder}")
-        for other, _ in damaged if set_aside else ():
-            tell(f"the damaged checkpoint is now {_set_aside(other)}; delete it when you have looked at it")
-        return state
-    if damaged:
-        found = "; ".join(f"{folder.name}: {damage}" for folder, damage in damaged)
-        raise CheckpointError(
-            f"no checkpoint of {run_dir} is whole ({found}); put one back from a copy, or start a new run with "
-            f'run.resume = "never"'
-        )
-    return None
+    found = await asyncio.to_thread(find_whole, path)
+    if found is None:
+        return None
+    for folder, damage in found.damaged:
+        tell(f"the checkpoint {folder} is damaged: {damage}; it is passed over for the one before")
+    state = TrainerState.read(found.whole)
+    await backend.load(found.whole)
+    tell(f"going on from {found.whole}")
+    for folder, _ in found.damaged if set_aside else ():
+        tell(f"the damaged checkpoint is now {_set_aside(folder)}; delete it when you have looked at it")
+    return state
 
 
-async def load_from(path: Path, backend: Backend, tell: Tell = lambda _: None) -> TrainerState:
-    """Load a checkpoint, or the newest whole one of a run folder."""
-    if is_checkpoint(path):
-        state = await load_checkpoint(path, backend)
-        tell(f"going on from {path}")
-        return state
+async def load_checkpoint(path: Path, backend: Backend, tell: Tell = lambda _: None) -> TrainerState:
+    """`load_newest`, where there must be one."""
     state = await load_newest(path, backend, tell)
     if state is None:
         raise ConfigError(f"{path} is neither a checkpoint nor a run folder with one")

@@ -50,6 +50,7 @@ class HandOut:
             assert last or self._streams, "a step that does not stream is taken at once"
             if not self._streams:
                 some = await self._with_partly_solved(some, step)
+                taken = len(some)
             again = self._config.trainer.batch_size - taken if last else 0
             yield some, self._buffer.take_used(again, self._is_too_old)
 

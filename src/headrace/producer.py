@@ -62,6 +62,8 @@ class _Place:
     """Whether the account has its episodes already."""
     settled: bool = False
     """Whether it was whole already, and the account has what was lost of it."""
+    since: int | None = None
+    """The version that it was drawn under, if some of it was sampled before the run was interrupted."""
 
 
 Unfinished = list[tuple[int, Position]]
@@ -140,7 +142,8 @@ class Producer:
             group = found.group
             settled = group.state == GroupState.WHOLE
             draw = self._sampler.draw_at(group.position)
-            self._take_up(_Place(draw, group.group_id, found.episodes, counted=True, settled=settled))
+            since = group.version if found.episodes or found.running else None
+            self._take_up(_Place(draw, group.group_id, found.episodes, counted=True, settled=settled, since=since))
 
     def _take_up(self, place: _Place) -> None:
         self._resumed.append(place)
@@ -179,7 +182,8 @@ class Producer:
         self._rollouts.create_task(self._fill(place))
 
     def _admitted(self, place: _Place) -> None:
-        self._coordinator.started(place.group_id, 0 if place.counted else self._config.rollout.group_size)
+        episodes = 0 if place.counted else self._config.rollout.group_size
+        self._coordinator.started(place.group_id, episodes, place.since)
         self.bias.submitted(place.draw.task.source)
 
     async def _fill(self, place: _Place) -> None:

@@ -35,7 +35,7 @@ class Claim:
     goes_on: bool
     """Whether it holds work of this run already. If not, whatever is in it is left over from a start that failed."""
     start_from: Path | None = None
-    """The checkpoint, or the run folder, to start from if the folder has no checkpoint of its own."""
+    """The checkpoint, or the run folder, that the run starts from if it has no checkpoint of its own."""
     notes: tuple[str, ...] = ()
     """What a person should be told."""
 
@@ -169,8 +169,15 @@ def _enter(config: RunConfig, folder: Path, source: Path | None) -> Claim:
     if own and (folder / _FINISHED).exists():
         _reopen(folder, stored or {}, config)
     tidy(folder)
+    if own and stored is not None:  # where the run began is not forgotten for how it was last gone on with
+        config = _with_resume(config, stored.get("run", {}).get("resume", "auto"))
+        source = None if config.run.resume in _WORDS else Path(config.run.resume).expanduser()
     write_durably(folder / _CONFIG, config.model_dump_json(indent=2) + "\n")
-    return Claim(folder, goes_on, None if own else source, tuple(notes))
+    return Claim(folder, goes_on, source, tuple(notes))
+
+
+def _with_resume(config: RunConfig, word: str) -> RunConfig:
+    return config.model_copy(update={"run": config.run.model_copy(update={"resume": word})})
 
 
 def _which(config: RunConfig, folder: Path) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -17,10 +18,10 @@ from pathlib import Path
 
 from headrace import manifest
 from headrace.backends.base import Backend, Snapshots
-from headrace.checkpoint import TrainerState, checkpoint_folder, list_checkpoints, step_of
+from headrace.checkpoint import Tell, TrainerState, checkpoint_folder, find_whole, list_checkpoints, step_of
 from headrace.combinations import best_metric
 from headrace.config import RunConfig, TrainerSection
-from headrace.durable import sync
+from headrace.durable import sync, sync_tree
 from headrace.errors import BackendError, CheckpointError, ConfigError
 
 _log = logging.getLogger(__name__)
@@ -48,15 +49,15 @@ class CheckpointWriter:
     async def save(self, state: TrainerState, last: bool = False, undecided: Collection[int] = ()) -> Path:
         """Copy the state and begin to write it, once the checkpoint before it is whole.
 
-        The `last` one is written at once, as nothing goes on beside it. Checkpoints of `undecided` steps are kept: their
-        evaluation is still to come.
+        The `last` one is written at once, as nothing goes on beside it. Checkpoints of `undecided` steps are kept: they
+        are still being evaluated.
         """
         await self.wait()
         target = checkpoint_folder(self._run_dir, state.step)
         keep = self._keeper(state, undecided)
         texts = state.texts()  # now: what it refers to goes on changing
         write: WriteState | None = None
-        with self._explained(target):
+        with explained(target, self._run_dir):
             _new_folder(target)
             if self._snapshot is None or last or self._section.save_async is False:
                 await self._backend.save(_beside(target, _PARTIAL))
@@ -87,7 +88,7 @@ class CheckpointWriter:
         self, target: Path, write: WriteState | None, texts: Mapping[str, str], keep: Callable[[list[int]], set[int]]
     ) -> None:
         beside = _beside(target, _PARTIAL)
-        with self._explained(target):
+        with explained(target, self._run_dir):
             if write is not None:
                 write(beside)
             for name, text in texts.items():
@@ -125,30 +126,59 @@ class CheckpointWriter:
         values = {int(found["eval/step"]): found.get(metric, math.nan) for found in state.evaluations}
         return {step: value for step, value in values.items() if not math.isnan(value)}
 
-    # ---- failures -------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _explained(self, target: Path) -> Iterator[None]:
-        """What fails leaves nothing half-written behind, and says which checkpoint there still is."""
-        try:
-            yield
-        except Exception as error:
-            shutil.rmtree(_beside(target, _PARTIAL), ignore_errors=True)
-            if not isinstance(error, (OSError, BackendError)):
-                raise
-            why = (error.strerror if isinstance(error, OSError) else None) or str(error)
-            whole = list_checkpoints(self._run_dir)
-            left = f"{whole[-1].name} is whole, and the run goes on from it" if whole else "there is none before it"
-            raise CheckpointError(
-                f"cannot write the checkpoint {target}: {why}; {left}. Make room, or make the folder writable, and "
-                f"start the run again"
-            ) from error
+@contextmanager
+def explained(target: Path, run_dir: Path) -> Iterator[None]:
+    """What fails leaves nothing half-written behind, and says which checkpoint there still is."""
+    try:
+        yield
+    except Exception as error:
+        shutil.rmtree(_beside(target, _PARTIAL), ignore_errors=True)
+        if not isinstance(error, (OSError, BackendError)):
+            raise
+        why = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        whole = list_checkpoints(run_dir)
+        left = f"{whole[-1].name} is whole, and the run goes on from it" if whole else "there is none before it"
+        raise CheckpointError(
+            f"cannot write the checkpoint {target}: {why}; {left}. Make room, or make the folder writable, and "
+            f"start the run again"
+        ) from error
 
 
 def steps_to_keep(steps: list[int], section: TrainerSection, scores: Mapping[int, float]) -> set[int]:
     """The last ones, and those with the best scores; of equal ones the later."""
     best = sorted((step for step in steps if step in scores), key=lambda step: (scores[step], step))
     return {*sorted(steps)[-section.keep_last :], *(best[-section.keep_best :] if section.keep_best else ())}
+
+
+def adopt(run_dir: Path, source: Path, tell: Tell = lambda _: None) -> None:
+    """Make a checkpoint, or the newest whole one of another run, the first of this run, unless it has one.
+
+    It stands on its own from then on, whatever becomes of the other run.
+    """
+    if list_checkpoints(run_dir):
+        return
+    found = find_whole(source)
+    if found is None:
+        raise ConfigError(f"{source} is neither a checkpoint nor a run folder with one")
+    target = checkpoint_folder(run_dir, TrainerState.read(found.whole).step)
+    beside = _beside(target, _PARTIAL)
+    with explained(target, run_dir):
+        _new_folder(target)
+        shutil.copytree(found.whole, beside, copy_function=_link)
+        sync_tree(beside)
+        _put_in_place(beside, target)
+    for folder, damage in found.damaged:
+        tell(f"the checkpoint {folder} is damaged: {damage}; it is passed over for the one before")
+    tell(f"this run starts from {found.whole}")
+
+
+def _link(source: str, target: str) -> None:
+    """The same file under another name where that can be: files of a checkpoint are never changed."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
 
 
 def tidy(run_dir: Path) -> None:

@@ -28,7 +28,7 @@ def summarize(result: RunResult, config: RunConfig) -> None:
         lines.append(("curves", picture))
     if result.interrupted:
         lines.append(("stopped", f"after step {result.steps} of {config.trainer.steps}"))
-        lines.append(("go on", "the same command goes on from here"))
+        lines.append(("go on", f"the same command goes on from here, or headrace train --resume {result.run_dir}"))
     else:
         lines.append(("metrics", f"{result.run_dir}/metrics.jsonl and tensorboard/"))
         lines.append(("the model", f"headrace export {result.run_dir} FOLDER"))

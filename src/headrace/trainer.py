@@ -20,7 +20,7 @@ from headrace import memory
 from headrace.assembly import Tasks, assemble, resolve_objective
 from headrace.backends.base import Publication
 from headrace.callbacks import Callback, CallbackSet, Evaluating, Saving, Tracking
-from headrace.checkpoint import TrainerState, list_checkpoints, load_from, load_newest, step_of, with_evaluation
+from headrace.checkpoint import TrainerState, list_checkpoints, load_newest, step_of, with_evaluation
 from headrace.config import RunConfig
 from headrace.errors import DataError, EngineError, PublicationError
 from headrace.evaluator import under
@@ -35,7 +35,7 @@ from headrace.producer import Changes, OpenedBatch, Producer
 from headrace.random_state import random_states, restore_random_states
 from headrace.registry import resolve
 from headrace.rundir import claim_run_dir, log_to_file, mark_finished
-from headrace.saving import CheckpointWriter
+from headrace.saving import CheckpointWriter, adopt
 from headrace.summary import summarize
 from headrace.track.base import RunInfo, TrackerSet
 
@@ -456,10 +456,9 @@ class UnifiedTrainer:
     async def _resumed_state(self, tell: Callable[[str], None]) -> TrainerState | None:
         """That of the newest checkpoint, with the backend's loaded; None if there is none."""
         backend = self._parts.backend
-        state = await load_newest(self._run_dir, backend, tell, set_aside=True)
-        if state is None and self._claim.start_from is not None and self._journal.next_position() is None:
-            return await load_from(self._claim.start_from, backend, tell)
-        return state
+        if self._claim.start_from is not None:
+            await asyncio.to_thread(adopt, self._run_dir, self._claim.start_from, tell)
+        return await load_newest(self._run_dir, backend, tell, set_aside=True)
 
     def _goes_on_from(self, state: TrainerState | None) -> int | None:
         """The step that trackers are to go on from; None for a run that begins."""

@@ -55,8 +55,8 @@ class ChatTemplate:
             return None  # the workflow wrote on after a reply that had ended
         return (*output.prompt_ids, *output.completion_ids, *self.encode(tail))
 
-    def parse(self, generation: Generation, stop: Sequence[str] = ()) -> ModelOutput:
-        """Text, content and reasoning of a generation; its ids stay as they were sampled."""
+    def parse(self, generation: Generation, stop: Sequence[str] = (), call: int = 0) -> ModelOutput:
+        """Text, content and reasoning of the generation of a call; its ids stay as they were sampled."""
         text = self.decode(generation.completion_ids)
         cut = min((at for at in (text.find(word) for word in stop) if at >= 0), default=len(text))
         text = text[:cut]
@@ -72,6 +72,7 @@ class ChatTemplate:
             versions=generation.versions,
             finish_reason=generation.finish_reason,
             temperature=generation.temperature,
+            call=call,
         )
 
     def demonstration(self, messages: Sequence[Message]) -> list[Step]:

@@ -57,7 +57,7 @@ class Model:
         """
         if isinstance(sampling.get("stop"), str):
             sampling["stop"] = (sampling["stop"],)
-        params = replace(self._sampling, **sampling)
+        params = replace(self._sampling, **sampling) if sampling else self._sampling
         history = OwnedMessages.copy_of(messages)  # at once: the workflow may change its list while the model answers
         answered = self._answered.setdefault(role, {})
         prompt_ids = self._prompt_ids(answered, history)
@@ -112,7 +112,7 @@ class Model:
             await asyncio.sleep(0)  # as a live call would: others may go on
             return known
         generation = await self._generate(prompt_ids, params, seed)
-        output = replace(self._template.parse(generation, stop=params.stop or ()), call=call)
+        output = self._template.parse(generation, stop=params.stop or (), call=call)
         self._record.called(output, role, seed, digest, history)
         return output
 

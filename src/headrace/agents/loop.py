@@ -102,7 +102,8 @@ class AgentLoopManager:
                 )
                 record = self.journal.restart(record)
                 episode = await self._attempt(spec, sampling, record)
-            episode = replace(episode, attempt=record.attempt)
+            if episode.attempt != record.attempt:
+                episode = replace(episode, attempt=record.attempt)
             record.finished(episode)
             return episode
 
@@ -186,24 +187,24 @@ def _require_finite_rewards(episode: Episode) -> None:
 
 
 def _to_episode(outcome: Outcome, model: Model, spec: RolloutSpec) -> Episode:
-    identity = {
+    identity: dict[str, Any] = {
         "task_id": spec.task.id,
         "group_id": spec.group_id,
         "rollout_idx": spec.rollout_idx,
         "seed": spec.seed,
         "source": spec.task.source,
     }
+    diverged = {"diverged_prefixes": float(model.diverged_prefixes)} if model.diverged_prefixes else {}
     if isinstance(outcome, Episode):
-        episode = outcome
+        episode = replace(outcome, metrics={**diverged, **outcome.metrics}, **identity)
     else:
         trajectories = _to_trajectories(outcome, model)
         cut = any(t.steps and t.steps[-1].finish_reason != FinishReason.STOP for t in trajectories)
         reason = TerminationReason.LENGTH if cut else TerminationReason.DONE
-        episode = Episode(spec.task.id, trajectories=tuple(trajectories), termination=reason)
+        episode = Episode(trajectories=tuple(trajectories), termination=reason, metrics=diverged, **identity)
     if not episode.failed and not any(t.steps for t in episode.trajectories):
         raise WorkflowError("the workflow made no model call and returned no steps, so there is nothing to train")
-    diverged = {"diverged_prefixes": float(model.diverged_prefixes)} if model.diverged_prefixes else {}
-    return replace(episode, metrics={**diverged, **episode.metrics}, **identity)
+    return episode
 
 
 def _to_trajectories(outcome: Outcome, model: Model) -> list[Trajectory]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
@@ -55,6 +56,21 @@ def _field_types(cls: type) -> dict[str, Any]:
 @cache
 def _required(cls: type) -> list[str]:
     return [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
+
+
+_SCALARS = (str, int, float, bool, NoneType)
+
+
+def copied(value: Any) -> Any:
+    """`copy.deepcopy`, several times faster on plain data: messages, metadata. It has no cycles."""
+    kind = type(value)
+    if kind in _SCALARS:
+        return value
+    if kind is dict:
+        return {key: copied(item) for key, item in value.items()}
+    if kind is list:
+        return [copied(item) for item in value]
+    return copy.deepcopy(value)
 
 
 def as_tuples(thing: Any, *names: str) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from headrace.data.codec import JsonData, as_tuples
+from headrace.data.codec import JsonData, as_tuples, copied
 from headrace.data.task import Message
 from headrace.errors import DataError
 
@@ -47,7 +47,7 @@ class OwnedMessages(tuple[Message, ...]):
     @classmethod
     def copy_of(cls, messages: Iterable[Message]) -> OwnedMessages:
         """The messages as they are now."""
-        return cls(copy.deepcopy(message) for message in messages)
+        return cls(copied(message) for message in messages)
 
 
 def is_number(value: Any) -> bool:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from headrace.data.codec import JsonData
+from headrace.data.codec import JsonData, copied
 from headrace.errors import ConfigError, DataError
 from headrace.registry import call_with, resolve
 
@@ -39,7 +38,16 @@ class Task(JsonData):
             if not isinstance(message, dict) or "role" not in message:
                 raise DataError(f'task "{self.id}": messages must be objects with a role, and one is {message!r}')
         # always copied: a task is handed to users' code, which may change what it got
-        object.__setattr__(self, "messages", tuple(copy.deepcopy(message) for message in given))
+        object.__setattr__(self, "messages", tuple(copied(message) for message in given))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Checked before, so not checked again."""
+        twin = object.__new__(type(self))
+        for name in self.__dataclass_fields__:
+            value = getattr(self, name)
+            value = tuple(copied(message) for message in value) if name == "messages" else copied(value)
+            object.__setattr__(twin, name, value)
+        return twin
 
 
 def load_tasks(source: str | Iterable[Task | dict[str, Any]], /, **args: Any) -> list[Task]:

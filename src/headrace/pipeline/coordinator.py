@@ -118,10 +118,13 @@ class SyncCoordinator:
 
     # ---- the way of a group ---------------------------------------------------------------------------------------
 
-    def started(self, group_id: int, episodes: int) -> None:
-        """A group of so many episodes is being rolled out, under the current version or later ones."""
-        self._running[group_id] = self.version
-        self._running_since[self.version] += 1
+    def started(self, group_id: int, episodes: int, since: int | None = None) -> None:
+        """A group of so many episodes is being rolled out, under the current version (or, taken up, `since` an older
+        one) and later ones."""
+        born = self.version if since is None else since
+        self._running[group_id] = born
+        self._running_since[born] += 1
+        self._running_overdue += born < self.version - self.policy.max_staleness
         self._dispatched += episodes
         self._pending += episodes
 

@@ -8,6 +8,7 @@ has moved. Sequences that went on under new weights with their old cache belong 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress
 
 import numpy as np
 
@@ -20,22 +21,42 @@ def drift_metrics(
 ) -> MetricsAggregator:
     """Differences of sampler and learner on the trained tokens; `updated` says that this version has moved on since."""
     metrics = MetricsAggregator()
-    for sample, row in zip(samples, logprobs, strict=True):
-        kept = [(lp, v) for lp, v, m in zip(sample.logprobs, sample.versions, sample.loss_mask, strict=True) if m]
-        sampled = np.array([v != NO_VERSION for _, v in kept], dtype=bool)
-        if not sampled.any():
-            continue
-        gap_S = np.array([lp for lp, _ in kept])[sampled] - np.asarray(row)[sampled]
-        _record(metrics, "policy/kl_to_sampler", gap_S)
-        metrics.record("policy/logprob_gap_max", float(np.abs(gap_S).max()), Reducer.MAX)
-        oldest = min(v for v in sample.versions if v != NO_VERSION)
+    rows, gap_T = _gaps(samples, logprobs)
+    if not rows:
+        return metrics
+    counts = [count for _, count in rows]
+    starts = np.cumsum([0, *counts[:-1]])
+    size_T = np.abs(gap_T)
+    # row by row, so that the figures do not depend on how a step is cut
+    mean_R = np.add.reduceat(gap_T, starts) / counts
+    mean_size_R = np.add.reduceat(size_T, starts) / counts
+    largest_R = np.maximum.reduceat(size_T, starts)
+    figures = zip(rows, mean_R.tolist(), mean_size_R.tolist(), largest_R.tolist(), strict=True)
+    for (oldest, count), mean, mean_size, largest in figures:
+        metrics.record("policy/kl_to_sampler", mean, Reducer.WEIGHTED_MEAN, weight=count)
+        metrics.record("policy/logprob_gap_max", largest, Reducer.MAX)
         if oldest == version and not updated:
-            _record(metrics, "drift/same_version", np.abs(gap_S))
-            metrics.record("drift/same_version_max", float(np.abs(gap_S).max()), Reducer.MAX)
+            metrics.record("drift/same_version", mean_size, Reducer.WEIGHTED_MEAN, weight=count)
+            metrics.record("drift/same_version_max", largest, Reducer.MAX)
         elif oldest < version:
-            _record(metrics, "drift/stale", np.abs(gap_S))
+            metrics.record("drift/stale", mean_size, Reducer.WEIGHTED_MEAN, weight=count)
     return metrics
 
 
-def _record(metrics: MetricsAggregator, key: str, values: np.ndarray) -> None:
-    metrics.record(key, float(values.mean()), Reducer.WEIGHTED_MEAN, weight=len(values))
+def _gaps(
+    samples: Sequence[Sample], logprobs: Sequence[Sequence[float]]
+) -> tuple[list[tuple[int, int]], np.ndarray]:
+    """Sampler minus learner on all sampled and trained tokens; per row with any, its oldest version and their count."""
+    rows: list[tuple[int, int]] = []
+    sampler: list[float] = []
+    learner: list[float] = []
+    for sample, row in zip(samples, logprobs, strict=True):
+        versions = tuple(compress(sample.versions, sample.loss_mask))
+        assert len(row) == len(versions), "the backend gives one log-probability per trained token"
+        is_sampled = [version != NO_VERSION for version in versions]
+        if any(is_sampled):
+            oldest = min(version for version in set(sample.versions) if version != NO_VERSION)
+            rows.append((oldest, sum(is_sampled)))
+            sampler += compress(compress(sample.logprobs, sample.loss_mask), is_sampled)
+            learner += compress(row, is_sampled)
+    return rows, np.array(sampler) - np.array(learner)

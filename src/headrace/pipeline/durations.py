@@ -168,7 +168,7 @@ class RecordedDurations:
 
 
 def _in_order_of_start(rows: Sequence[Mapping[str, float]]) -> list[float]:
-    """All durations. Groups became whole at some time within their step, the shortest first; and began so much earlier."""
+    """All durations. Groups became whole at some time within a step, the shortest first, and began so much earlier."""
     now_s = 0.0
     started: list[tuple[float, float]] = []
     for row in rows:

@@ -57,8 +57,8 @@ def grid_points(config: RunConfig) -> list[GridPoint]:
         _check_key(key, values)
     if "rollout.max_concurrent" in grid and config.simulate.from_run is not None:
         raise ConfigError(
-            'simulate.grid: "rollout.max_concurrent" changes nothing with simulate.from_run: how long groups waited for '
-            "a place is in the durations that the run measured; remove it, or set simulate.group_s instead"
+            'simulate.grid: "rollout.max_concurrent" changes nothing with simulate.from_run: how long groups waited '
+            "for a place is in the durations that the run measured; remove it, or set simulate.group_s instead"
         )
     given = config.model_dump(mode="json")
     points: list[GridPoint] = []

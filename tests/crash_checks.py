@@ -1,0 +1,158 @@
+"""What must hold of a run that was killed and gone on with, looked at from outside: its files alone."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from headrace.checkpoint import TrainerState, list_checkpoints
+from headrace.data.ledger import LedgerReader
+
+ENDS = ("trained", "filtered", "failed", "stale", "pending")
+_OF_THE_PROCESS = ("time/", "utilisation/", "memory/", "bias/")
+"""Metrics that tell how a process fared, and not what was trained."""
+
+
+def check_run(run_dir: Path, steps: int, tasks: int, every: int = 2, bound: int = 0) -> None:
+    """A finished run: nothing lost, nothing trained twice, every step and evaluation told once.
+
+    `every` is how often it was evaluated, `bound` its max_staleness.
+    """
+    assert (run_dir / "finished").exists()
+    assert not list((run_dir / "checkpoints").glob(".*"))
+    check_account(run_dir)
+    check_tasks(run_dir, tasks)
+    check_batches(run_dir, steps)
+    check_metrics(run_dir, steps, bound)
+    check_evaluations(run_dir, steps, every, bound)
+
+
+def check_account(run_dir: Path) -> None:
+    """Every dispatched episode is in one place, by the counts and by the groups themselves."""
+    with LedgerReader.read(run_dir) as ledger:
+        account = asdict(ledger.account())
+    assert account["dispatched"] == sum(account[end] for end in ENDS), account
+    (found,) = rows(run_dir, "SELECT sum(size), sum(trained), sum(filtered), sum(failed), sum(stale) FROM groups")
+    assert found == tuple(account[key] for key in ("dispatched", *ENDS[:4])), account
+    assert rows(run_dir, "PRAGMA integrity_check") == [("ok",)]
+
+
+def check_tasks(run_dir: Path, tasks: int) -> None:
+    """The tasks that were dispatched are the beginning of the stream, without gaps, each under one id."""
+    found = rows(run_dir, "SELECT group_id, epoch, place FROM groups ORDER BY group_id")
+    assert [row[0] for row in found] == list(range(len(found)))
+    assert sorted(row[1:] for row in found) == [divmod(number, tasks) for number in range(len(found))]
+
+
+def check_batches(run_dir: Path, steps: int) -> None:
+    """So many optimizer steps, one batch after the other, and no group fresh in two of them."""
+    batches = rows(run_dir, "SELECT step, steps FROM batches ORDER BY step")
+    assert all(made is not None for _, made in batches), batches
+    assert [step for step, _ in batches] == [sum(made for _, made in batches[:i]) for i in range(len(batches))]
+    assert sum(made for _, made in batches) == steps
+    trained = [group for (group,) in rows(run_dir, "SELECT group_id FROM batch_groups WHERE NOT again")]
+    assert len(set(trained)) == len(trained), Counter(trained).most_common(3)
+    settled = [group for (group,) in rows(run_dir, "SELECT group_id FROM groups WHERE state = 'trained'")]
+    assert sorted(trained) == settled
+    versions = rows(run_dir, "SELECT version, step FROM publications ORDER BY version")
+    assert [version for version, _ in versions] == list(range(1, len(batches) + 1))
+
+
+def check_metrics(run_dir: Path, steps: int, bound: int) -> None:
+    """Every step once, in metrics.jsonl and for TensorBoard; the account holds at each."""
+    told = metrics(run_dir)
+    assert [row["step"] for row in told] == list(range(steps + 1))
+    for row in told[1:]:
+        assert row["episodes/dispatched"] == sum(row[f"episodes/{end}"] for end in ENDS), row
+        assert row["staleness/max"] <= bound, row
+    assert [row["episodes/trained"] for row in told[1:]] == sorted(row["episodes/trained"] for row in told[1:])
+    shown = tensorboard(run_dir)
+    assert [step for step, _ in shown] == list(range(steps + 1))
+    assert [tags for _, tags in shown] == [row.keys() - {"step"} for row in told]
+
+
+def check_evaluations(run_dir: Path, steps: int, every: int, bound: int) -> None:
+    """Each evaluation once: in the ledger, in the metrics, and in the last checkpoint."""
+    due = [float(step) for step in range(0, steps, every)] + [float(steps)]
+    recorded = [float(step) for (step,) in rows(run_dir, "SELECT step FROM evaluations ORDER BY step")]
+    told = [row["eval/step"] for row in metrics(run_dir) if "eval/step" in row]
+    state = TrainerState.read(list_checkpoints(run_dir)[-1])
+    assert recorded == due
+    assert [found["eval/step"] for found in state.evaluations] == due
+    if bound and told != due:  # one that ends only with the last step is told by that one's own
+        due = [*due[:-2], due[-1]]
+    assert told == due
+
+
+def check_same(run_dir: Path, reference: Path) -> None:
+    """Trained in step: the same groups in the same batches, the same figures, the same weights to the bit."""
+    members = "SELECT step, place, group_id, again, epoch, groups.place FROM batch_groups JOIN groups USING (group_id)"
+    for query in (
+        "SELECT step, steps, version, pieces FROM batches ORDER BY step",
+        f"{members.replace('place', 'batch_groups.place', 1).replace('SELECT step', 'SELECT batch_groups.step')}"
+        " ORDER BY batch_groups.step, batch_groups.place",
+        "SELECT version, fingerprint, step FROM publications ORDER BY version",
+        "SELECT step, name, metrics FROM evaluations ORDER BY step, name",
+        "SELECT group_id, rollout_idx, reward, termination FROM episodes WHERE state = 'finished' ORDER BY 1, 2",
+    ):
+        assert rows(run_dir, query) == rows(reference, query), query
+    for ours, theirs in zip(map(lasting, metrics(run_dir)), map(lasting, metrics(reference)), strict=True):
+        different = {key: (ours.get(key), theirs.get(key)) for key in {*ours, *theirs} if ours.get(key) != theirs.get(key)}
+        assert not different, (ours["step"], different)
+    assert weights(run_dir) == weights(reference)
+
+
+def lasting(row: dict[str, Any]) -> dict[str, Any]:
+    """Of a step's metrics, those that the process does not matter for."""
+    return {key: value for key, value in row.items() if not key.startswith(_OF_THE_PROCESS) and "per_s" not in key}
+
+
+def weights(run_dir: Path) -> dict[str, bytes]:
+    """Weights and optimizer of the last checkpoint."""
+    folder = list_checkpoints(run_dir)[-1]
+    own = ("checkpoint.json", "trainer.json", "random.json")
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name not in own}
+
+
+def rows(run_dir: Path, query: str) -> list[tuple[Any, ...]]:
+    """What its ledger answers."""
+    connection = sqlite3.connect(f"file:{run_dir / 'ledger.sqlite'}?mode=ro", uri=True)
+    try:
+        return connection.execute(query).fetchall()
+    finally:
+        connection.close()
+
+
+def metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """Every line, in order."""
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def tensorboard(run_dir: Path) -> list[tuple[int, set[str]]]:
+    """Steps and their tags as TensorBoard shows them: a session that starts at a step makes it forget what it has."""
+    files = sorted((run_dir / "tensorboard").iterdir(), key=lambda path: int(path.name.rsplit(".", 1)[1]))
+    shown: list[tuple[int, set[str]]] = []
+    for event in (event for path in files for event in _events(path)):
+        if event.HasField("session_log"):
+            shown = [(step, tags) for step, tags in shown if step < event.step]
+        elif event.HasField("summary"):
+            shown.append((event.step, {value.tag for value in event.summary.value}))
+    return shown
+
+
+def _events(path: Path) -> Iterator[Any]:
+    """A record is: length, its checksum, the event, its checksum. A kill may have cut the last."""
+    from tensorboardX.proto import event_pb2
+
+    data = path.read_bytes()
+    while len(data) >= 16:
+        length = int.from_bytes(data[:8], "little")
+        if len(data) < 16 + length:
+            return
+        yield event_pb2.Event.FromString(data[12 : 12 + length])  # pyright: ignore[reportAttributeAccessIssue]
+        data = data[16 + length :]

@@ -1,0 +1,195 @@
+"""The crash matrix: runs are killed at every boundary and at random moments, gone on with, and nothing is lost.
+
+Each case is a run in a folder of its own: one life after another, each in a process of its own (crash.py), until one
+comes to the end. What then must hold is in crash_checks.py.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Lock
+
+import pytest
+
+from crash import EVENTS, WHEN, Kill, Life, Lives
+from crash_checks import check_run, check_same
+from crash_scenarios import STEPS
+
+TASKS = 7
+IN_STEP = ("in_step", "in_step_apart", "null_in_step")
+BOUND = {"ahead": 2, "ahead_apart": 2, "null_ahead": 2}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run and how its lives end. Seconds of kills are shares of what an uninterrupted run takes to train."""
+
+    scenario: str
+    kills: tuple[Kill, ...]
+    nth: float | None = None
+    """Of the first kill's event, as a share of how often it comes in an uninterrupted run."""
+
+    def __str__(self) -> str:
+        kill = self.kills[0]
+        if kill.event:
+            return f"{self.scenario}-{kill.when}-{kill.event}-{self.nth}"
+        moments = [f"{k.after_s:.2f}" for k in self.kills if k.after_s is not None]
+        engine = [f"engine{moment:.2f}" for k in self.kills for moment in k.engine_s]
+        return "-".join([self.scenario, *moments, *engine])
+
+
+def at_boundary(scenario: str, event: str, when: str, nth: float) -> Case:
+    return Case(scenario, (Kill(event, when=when),), nth)
+
+
+def at_random(scenario: str, seed: int) -> Case:
+    """Killed once, twice or three times."""
+    rng = random.Random(f"{scenario} {seed}")
+    return Case(scenario, tuple(Kill(after_s=rng.uniform(0.0, 0.95)) for _ in range(rng.choice([1, 1, 2, 3]))))
+
+
+def engine_killed(scenario: str, seed: int, controller_too: bool = False) -> Case:
+    rng = random.Random(f"engine {scenario} {seed}")
+    moments = tuple(rng.uniform(0.05, 0.8) for _ in range(rng.choice([1, 2])))
+    after_s = max(moments) + 0.15 if controller_too else None
+    return Case(scenario, (Kill(after_s=after_s, engine_s=moments),))
+
+
+SLICE = [
+    *(at_boundary("null_in_step", event, WHEN[i % 3], 0.5) for i, event in enumerate(EVENTS)),
+    *(at_boundary("null_ahead", event, WHEN[(i + 1) % 3], 0.5) for i, event in enumerate(EVENTS)),
+    *(at_boundary("in_step", event, "kept", 0.6) for event in ("called", "batch", "update", "checkpoint")),
+    *(at_random("in_step", seed) for seed in (100, 101)),
+    at_random("ahead", 100),
+]
+BOUNDARIES = [
+    *(at_boundary(scenario, event, when, nth) for scenario in ("null_in_step", "null_ahead") for event in EVENTS
+      for when in WHEN for nth in (0.0, 0.5, 1.0)),
+    *(at_boundary("in_step", event, when, 0.4) for event in EVENTS for when in WHEN),
+    *(at_boundary("in_step_apart", event, "kept", 0.7) for event in EVENTS),
+    *(at_boundary("ahead", event, "before", 0.3) for event in EVENTS),
+    *(at_boundary("ahead_apart", event, "kept", 0.6) for event in EVENTS),
+]  # fmt: skip
+RANDOM = [
+    at_random(scenario, seed)
+    for scenario in ("in_step", "in_step_apart", "ahead", "ahead_apart", "null_in_step", "null_ahead")
+    for seed in range(8)
+]
+ENGINE = [
+    engine_killed(scenario, seed, controller_too=seed % 2 == 1)
+    for scenario in ("in_step_apart", "ahead_apart")
+    for seed in range(4)
+]
+
+
+@dataclass
+class Outcome:
+    """What became of a case."""
+
+    run_dir: Path
+    reference: Path
+    lives: list[Life] = field(default_factory=list)
+
+
+class Matrix:
+    """Runs cases on all cores, each core with a server of its own."""
+
+    def __init__(self, work: Path, lanes: int) -> None:
+        self._work = work
+        self._servers: SimpleQueue[Lives] = SimpleQueue()
+        self._all = [Lives() for _ in range(lanes)]
+        for server in self._all:
+            self._servers.put(server)
+        self._pool = ThreadPoolExecutor(lanes)
+        self._references: dict[str, Future[Life]] = {}
+        self._lock = Lock()
+
+    def start(self, case: Case) -> Future[Outcome]:
+        with self._lock:
+            if case.scenario not in self._references:
+                self._references[case.scenario] = self._pool.submit(self._whole, case.scenario)
+        return self._pool.submit(self._run, case)
+
+    def _whole(self, scenario: str) -> Life:
+        server = self._servers.get()
+        try:
+            return server.live(scenario, self._work / scenario)
+        finally:
+            self._servers.put(server)
+
+    def _run(self, case: Case) -> Outcome:
+        whole = self._references[case.scenario].result()  # submitted before, so it has begun
+        outcome = Outcome(self._work / str(case), self._work / case.scenario)
+        server = self._servers.get()
+        try:
+            for kill in (*case.kills, None):
+                outcome.lives.append(server.live(case.scenario, outcome.run_dir, kill and scaled(kill, case.nth, whole)))
+                if not outcome.lives[-1].killed:
+                    break
+        finally:
+            self._servers.put(server)
+        return outcome
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+        for server in self._all:
+            server.close()
+
+
+def scaled(kill: Kill, nth: float | None, whole: Life) -> Kill:
+    """Shares become seconds, and places among the events of an uninterrupted run."""
+    count = whole.events.get(kill.event, 1)
+    return Kill(
+        event=kill.event,
+        nth=1 if nth is None else max(1, round(nth * count)),
+        when=kill.when,
+        after_s=None if kill.after_s is None else kill.after_s * whole.trained_s,
+        engine_s=tuple(moment * whole.trained_s for moment in kill.engine_s),
+    )
+
+
+@pytest.fixture(scope="module")
+def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Outcome]]]:
+    """Of all cases that are collected: they run beside each other, whatever is waited for."""
+    wanted = [item.callspec.params["case"] for item in request.session.items if "outcomes" in getattr(item, "fixturenames", ())]  # type: ignore[attr-defined]
+    matrix = Matrix(tmp_path_factory.mktemp("crash"), min(len(os.sched_getaffinity(0)), 4))
+    yield {str(case): matrix.start(case) for case in wanted}
+    matrix.close()
+
+
+def check(outcome: Outcome, case: Case) -> None:
+    run_dir = outcome.run_dir
+    check_run(run_dir, STEPS, TASKS, bound=BOUND.get(case.scenario, 0))
+    if case.scenario in IN_STEP:
+        check_same(run_dir, outcome.reference)
+
+
+@pytest.mark.parametrize("case", SLICE, ids=str)
+def test_a_slice_of_the_matrix(case: Case, outcomes: dict[str, Future[Outcome]]) -> None:
+    check(outcomes[str(case)].result(), case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", BOUNDARIES, ids=str)
+def test_a_kill_at_every_boundary(case: Case, outcomes: dict[str, Future[Outcome]]) -> None:
+    outcome = outcomes[str(case)].result()
+    assert outcome.lives[0].killed
+    check(outcome, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", RANDOM, ids=str)
+def test_kills_at_random_moments(case: Case, outcomes: dict[str, Future[Outcome]]) -> None:
+    check(outcomes[str(case)].result(), case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ENGINE, ids=str)
+def test_kills_of_the_engine(case: Case, outcomes: dict[str, Future[Outcome]]) -> None:
+    check(outcomes[str(case)].result(), case)
