@@ -26,11 +26,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from null_backend import Null, null_trainer, scattered, some_tasks
-
 from headrace.agents.completer import Model
 from headrace.callbacks import Callback, Metrics
 from headrace.data.task import Task
+from null_backend import Null, null_trainer, scattered, some_tasks
 
 GROUP_SIZE = 8
 IN_FLIGHT = 2000
@@ -125,7 +124,8 @@ def main() -> None:
     print("| --- | --- | --- | ---: | ---: | ---: |")
     for cost in costs:
         answers = f"after {cost.answers_after_ms:g} ms" if cost.answers_after_ms else "at once"
-        print(f"| {cost.workflow} | {cost.schedule} | {answers} | {cost.in_flight} | {cost.cpu_us:.0f} | {cost.wall_us:.0f} |")
+        figures = f"{cost.in_flight} | {cost.cpu_us:.0f} | {cost.wall_us:.0f}"
+        print(f"| {cost.workflow} | {cost.schedule} | {answers} | {figures} |")
     memory = Memory()
     train("1 turn", "ahead", last, 0.0, memory)
     print("\n| episodes | resident, MB |\n| ---: | ---: |")

@@ -227,11 +227,10 @@ class NullBackend:
 
     async def save(self, folder: Path) -> None:
         self._require(not self._accumulated, "save came in the middle of a step")
-        folder.mkdir(parents=True)
-        (folder / "null.json").write_text(json.dumps({"weights": self.weights, "versions": self.engine.weights}))
+        _write(folder, {"weights": self.weights, "versions": self.engine.weights})
 
     async def load(self, folder: Path) -> None:
-        found = json.loads((folder / "null.json").read_text())
+        found = _read(folder)
         self.weights = found["weights"]
         self.engine.weights = {int(version): weights for version, weights in found["versions"].items()}
 
@@ -278,6 +277,15 @@ class NullBackend:
     def ages(self) -> list[int]:
         """Per optimizer step, the age of the oldest token that it trained."""
         return [max(version - oldest(sample) for sample in samples) for version, samples in self.steps]
+
+
+def _write(folder: Path, state: dict[str, Any]) -> None:
+    folder.mkdir(parents=True)
+    (folder / "null.json").write_text(json.dumps(state))
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "null.json").read_text())
 
 
 def oldest(sample: Sample) -> int:

@@ -216,7 +216,8 @@ def test_a_broken_callback_ends_the_run(tmp_path: Path, schedule: str, event: st
         await asyncio.sleep(0.1)
         raise Broken(event)
 
-    broken: Callback = type("BrokenCallback", (Callback,), {event: later if asynchronous else breaking(error=Broken(event))})()
+    method = later if asynchronous else breaking(error=Broken(event))
+    broken: Callback = type("BrokenCallback", (Callback,), {event: method})()
     with pytest.raises(Broken, match=event):
         failing_run(tmp_path, schedule, callbacks=[broken], eval=EVAL, trainer={"steps": 9})
 
@@ -463,8 +464,9 @@ def test_the_command_line_names_the_cause_and_does_not_exit_with_0(
 def test_the_process_ends_with_the_traceback_of_an_exception_that_is_not_ours(
     tmp_path: Path, mine: str, bound: int
 ) -> None:
-    command = [sys.executable, "-m", "headrace", "train", str(tmp_path / "run.toml"), f"--trainer.max_staleness={bound}",
-               "--backend.name=null_backend:NullBackend", f'--trainer.callbacks=["{mine}:Breaks"]']  # fmt: skip
+    settings = [f"--trainer.max_staleness={bound}", f'--trainer.callbacks=["{mine}:Breaks"]']
+    command = [sys.executable, "-m", "headrace", "train", str(tmp_path / "run.toml"), *settings,
+               "--backend.name=null_backend:NullBackend"]  # fmt: skip
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False,
                           env={**os.environ, "PYTHONPATH": path})  # fmt: skip

@@ -88,9 +88,7 @@ def check(ran: Ran, steps: int, bound: int, policy: str) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("bound", [0, 1, 4])
-def test_every_schedule_makes_its_steps_and_accounts_for_every_episode(
-    tmp_path: Path, policy: str, bound: int
-) -> None:
+def test_every_schedule_makes_its_steps_and_accounts_for_every_episode(tmp_path: Path, policy: str, bound: int) -> None:
     for number, trainer in enumerate(schedules(max_staleness=bound, staleness=policy)):
         watcher = Watcher()
         ran = null_run(tmp_path / str(number), null=Null(heavy_tail, 1.5), callbacks=[watcher], trainer=trainer)
@@ -211,9 +209,7 @@ def test_groups_are_trained_in_the_order_that_was_asked_for(tmp_path: Path) -> N
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_group_is_reused_as_often_as_allowed_and_no_more(tmp_path: Path, policy: str, stream: bool) -> None:
     trainer = {"steps": 12, "batch_size": 6, "max_staleness": 3, "staleness": policy, "stream": stream}
-    ran = null_run(
-        tmp_path, null=Null(heavy_tail, 1.0), callbacks=[Watcher()], trainer=trainer, produce={"reuse": 3}
-    )
+    ran = null_run(tmp_path, null=Null(heavy_tail, 1.0), callbacks=[Watcher()], trainer=trainer, produce={"reuse": 3})
     steps = trained_groups(ran.backend)
     uses = Counter(group for groups in steps for group in groups)
     assert max(uses.values()) == 3

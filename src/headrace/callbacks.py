@@ -27,6 +27,10 @@ class TrainerHandle(Protocol):
         """Evaluate every set; `pinned` keeps the weights of now for it while training goes on."""
         ...
 
+    async def evaluate_again(self, step: int) -> dict[str, float]:
+        """The evaluation of a step that was begun, and not told, when the run was interrupted."""
+        ...
+
     async def save(self) -> None:
         """Write a checkpoint."""
         ...
@@ -105,10 +109,14 @@ class Evaluating(Callback):
     def __init__(self) -> None:
         self._before = 0
         self._running: asyncio.Task[dict[str, float]] | None = None
+        self.untold: int | None = None
+        """The step whose evaluation is under way, or is done and not told. A checkpoint keeps it."""
 
     async def on_train_start(self, trainer: TrainerHandle) -> dict[str, float]:
         self._trainer = trainer
         self._section = trainer.config.eval
+        if self.untold is not None:
+            self._running = trainer.spawn(trainer.evaluate_again(self.untold))
         if not (self._section.before and self._section.sets and trainer.step == 0):
             return {}
         return await trainer.evaluate()
@@ -118,19 +126,21 @@ class Evaluating(Callback):
 
     async def on_batch_end(self, step: int, metrics: Metrics) -> dict[str, float]:
         found: dict[str, float] = {}
-        last = step >= self._trainer.config.trainer.steps
+        section = self._trainer.config.trainer
+        last, saves = step >= section.steps, due(section.save_every, self._before, step)
         wanted = bool(self._section.sets) and due(self._section.every, self._before, step) and not last
-        if self._running is not None and (last or wanted or self._running.done()):
-            found, self._running = await self._running, None
-        if wanted and self._trainer.config.trainer.max_staleness:
-            self._running = self._trainer.spawn(self._trainer.evaluate(pinned=True))
+        # a run that goes on from a checkpoint has no weights of earlier steps to evaluate
+        if self._running is not None and (last or wanted or saves or self._running.done()):
+            found, self._running, self.untold = await self._running, None, None
+        if wanted and section.max_staleness:
+            self._running, self.untold = self._trainer.spawn(self._trainer.evaluate(pinned=True)), step
         elif wanted or (last and self._section.after and self._section.sets):
             found |= await self._trainer.evaluate()
         return found
 
     async def on_train_end(self, trainer: TrainerHandle) -> None:
-        if self._running is not None:
-            self._running.cancel()
+        if self._running is not None:  # the run was stopped: told when it goes on
+            await self._running
 
 
 class Tracking(Callback):

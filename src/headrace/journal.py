@@ -18,9 +18,11 @@ from headrace.config import RunConfig
 from headrace.data.episode import Episode, ModelOutput
 from headrace.data.ledger import Account, GroupState, Ledger
 from headrace.data.ledger.records import BatchRecord, CallRecord, ResultRecord, UnfinishedGroup
-from headrace.data.sampler import Draw
+from headrace.data.sampler import Draw, Position
 from headrace.data.task import Message
 from headrace.pipeline.buffer import FinishedGroup
+
+_NOTHING_TO_TRAIN = "the batch held nothing to train"
 
 
 class RunJournal:
@@ -32,6 +34,8 @@ class RunJournal:
         self.unfinished: dict[int, UnfinishedGroup] = {item.group.group_id: item for item in unfinished}
         evaluations = ledger.evaluations() if ledger else []
         self._evaluations = {(found.step, found.name): found.metrics for found in evaluations}
+        self._episodes = LedgerJournal(ledger, self.unfinished) if ledger else None
+        self._restarted_before = ledger.restarted() if ledger else 0
 
     # ---- what was ---------------------------------------------------------------------------------------------
 
@@ -39,6 +43,16 @@ class RunJournal:
     def keeps(self) -> bool:
         """Whether anything is recorded."""
         return self._ledger is not None
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether another process has recorded something before this one."""
+        return self._ledger is not None and len(self._ledger.processes()) > 1
+
+    @property
+    def restarted(self) -> int:
+        """Episodes that were started anew, over all processes of the run, as their workflow did not do the same."""
+        return self._restarted_before + (self._episodes.restarted if self._episodes else 0)
 
     def account(self) -> Account:
         """Where every dispatched episode is, over all processes of the run."""
@@ -53,6 +67,25 @@ class RunJournal:
         """The first id that is free."""
         last = self._ledger.last_group_id() if self._ledger else None
         return 0 if last is None else last + 1
+
+    def knows(self, group_id: int) -> bool:
+        """Whether a group is recorded."""
+        return self._ledger is not None and self._ledger.group_record(group_id) is not None
+
+    def batch_begun_at(self) -> Position | None:
+        """Where the tasks begin of which no batch was made yet; None if there are none. In step, they are one batch's."""
+        if self._ledger is None:
+            return None
+        last = self._ledger.last_batch()
+        first = 1 + max(last.group_ids, default=-1) if last else 0
+        begun: Position | None = None
+        for group_id in range(first, self.next_group_id()):
+            found = self._ledger.group_record(group_id)
+            if found is not None and found.reason == _NOTHING_TO_TRAIN:
+                begun = None
+            elif found is not None and begun is None:
+                begun = found.position
+        return begun
 
     def batches_from(self, step: int) -> list[BatchRecord]:
         """Batches that were recorded after `step` optimizer steps, in order."""
@@ -80,9 +113,14 @@ class RunJournal:
 
     def episodes(self) -> Journal:
         """The records of single episodes."""
-        return LedgerJournal(self._ledger, self.unfinished) if self._ledger else NoJournal()
+        return self._episodes or NoJournal()
 
     # ---- what is ----------------------------------------------------------------------------------------------
+
+    def resumed(self, step: int) -> None:
+        """This process goes on from the checkpoint of a step."""
+        if self._ledger:
+            self._ledger.resumed(step)
 
     def drawn(self, group_id: int, draw: Draw, size: int, version: int) -> None:
         """A task is to be rolled out."""
@@ -111,9 +149,8 @@ class RunJournal:
         """Whole groups came to no update."""
         for finished in groups if self._ledger else ():
             assert self._ledger is not None
-            reason = "the batch held nothing to train"
             self._ledger.decided(
-                finished.group_id, GroupState.FILTERED, reason=reason, step=step, filtered=finished.kept
+                finished.group_id, GroupState.FILTERED, reason=_NOTHING_TO_TRAIN, step=step, filtered=finished.kept
             )
 
     async def training(
@@ -127,6 +164,11 @@ class RunJournal:
         self._ledger.batch(step, version, fresh, [group.group_id for group in again], sizes)
         self.decide_trained(step, [group for piece in pieces for group in piece])
         await self._ledger.flushed()
+
+    async def flushed(self) -> None:
+        """Returns when everything told so far is durable."""
+        if self._ledger:
+            await self._ledger.flushed()
 
     def decide_trained(self, step: int, groups: Iterable[FinishedGroup]) -> None:
         """These groups belong to the recorded batch of `step`."""
@@ -174,6 +216,7 @@ class LedgerJournal:
     def __init__(self, ledger: Ledger, unfinished: Mapping[int, UnfinishedGroup]) -> None:
         self._ledger = ledger
         self._unfinished = unfinished
+        self.restarted = 0
 
     def open(self, group_id: int, rollout_idx: int, seed: int) -> EpisodeRecord:
         before = self._unfinished.get(group_id)
@@ -187,6 +230,7 @@ class LedgerJournal:
 
     def restart(self, record: EpisodeRecord) -> EpisodeRecord:
         assert isinstance(record, LedgerRecord)
+        self.restarted += 1
         attempt = record.attempt + 1
         self._ledger.started(record.group_id, record.rollout_idx, attempt, record.seed)
         return LedgerRecord(self._ledger, record.group_id, record.rollout_idx, attempt, record.seed)

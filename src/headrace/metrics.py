@@ -95,7 +95,7 @@ _MOST_PENDING = 10_000
 
 
 class _State:
-    """What is known of one metric. What is to be summed waits in a list: adding it up exactly is dear, once is enough."""
+    """What is known of one metric. What is to be summed waits in a list: exact sums are dear, and one is enough."""
 
     __slots__ = ("_pending", "_total", "_weight", "reducer", "value")
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from headrace.agents.loop import AgentLoopManager
 from headrace.config import RunConfig
 from headrace.data.episode import Episode
-from headrace.data.ledger.records import GroupState, UnfinishedGroup
+from headrace.data.ledger.columns import stored_text
+from headrace.data.ledger.records import GroupRecord, GroupState, UnfinishedGroup
 from headrace.data.sampler import Draw, Position, TaskSampler
 from headrace.data.seeds import derive_seed
 from headrace.engine.base import SamplingParams
@@ -100,6 +101,7 @@ class Producer:
         self.next_group_id = 0
         self._places: dict[int, _Place] = {}
         self._resumed: list[_Place] = []
+        self._begun_at: Position | None = None
         self._durations = GroupDurations()
         self._failed_groups = 0
         self._some_worked = False
@@ -132,16 +134,23 @@ class Producer:
         return [(place.group_id, place.draw.position) for place in self._places.values()]
 
     def resume(self, unfinished: Iterable[tuple[int, Position]]) -> None:
-        """Roll these out first, under the ids (and so the seeds) that they had."""
+        """Roll these out first, under the ids (and so the seeds) that they had. The ledger does not know them."""
         for group_id, position in unfinished:
-            self._take_up(_Place(self._sampler.draw_at(position), group_id))
+            place = _Place(self._sampler.draw_at(position), group_id)
+            self._take_up(place)
+            self._record(place)
 
-    def take_up(self, unfinished: Iterable[UnfinishedGroup]) -> None:
-        """Go on with these first, from where the ledger says that they were."""
+    def take_up(self, unfinished: Iterable[UnfinishedGroup], begun_at: Position | None) -> None:
+        """Go on with these first, from where the ledger says that they were.
+
+        `begun_at` is where their batch begins: of those that were dropped nothing but their places is left.
+        """
+        self._begun_at = begun_at
         for found in unfinished:
             group = found.group
             settled = group.state == GroupState.WHOLE
             draw = self._sampler.draw_at(group.position)
+            _require_same_task(draw, group)
             since = group.version if found.episodes or found.running else None
             self._take_up(_Place(draw, group.group_id, found.episodes, counted=True, settled=settled, since=since))
 
@@ -156,9 +165,12 @@ class Producer:
     def _next_places(self) -> list[_Place]:
         # where generation runs ahead, a step trains what is whole, of whatever batch: a short one would be a debt
         may_be_short = not self._config.trainer.max_staleness or self._config.data.drop_last
-        if not self._resumed and may_be_short:
+        begun_at, self._begun_at = self._begun_at, None
+        if begun_at is None and self._resumed:
+            begun_at = self._resumed[0].draw.position
+        if begun_at is None and may_be_short:
             return [self._new_place(draw) for draw in self._sampler.next_batch()]
-        size = self._config.fresh_groups
+        size = self._sampler.size_at(begun_at) if begun_at and may_be_short else self._config.fresh_groups
         places, self._resumed = self._resumed[:size], self._resumed[size:]
         return places + [self._new_place(self._sampler.next()) for _ in range(size - len(places))]
 
@@ -236,6 +248,14 @@ class Producer:
         enough = self._failed_groups >= self._config.trainer.batch_size and failed_episodes >= _FAILURES
         if enough and not self._some_worked:
             raise _nothing_to_train(finished, self._failed_groups)
+
+
+def _require_same_task(draw: Draw, group: GroupRecord) -> None:
+    if stored_text(draw.task.id) != group.task_id:
+        raise DataError(
+            f'the run was interrupted while it rolled out task "{group.task_id}", and in its place the tasks now have '
+            f'"{draw.task.id}"; a run that goes on must have the tasks that it was begun with'
+        )
 
 
 def _nothing_to_train(finished: FinishedGroup, dropped: int) -> DataError:

@@ -12,7 +12,7 @@ import asyncio
 import signal
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import aclosing, closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from headrace.backends.base import Publication
 from headrace.callbacks import Callback, CallbackSet, Evaluating, Saving, Tracking
 from headrace.checkpoint import TrainerState, list_checkpoints, load_newest, step_of, with_evaluation
 from headrace.config import RunConfig
+from headrace.data.account import Account
 from headrace.errors import DataError, EngineError, PublicationError
 from headrace.evaluator import under
 from headrace.handout import HandOut
@@ -101,7 +102,10 @@ class UnifiedTrainer:
         with closing(log_to_file(self._run_dir)):
             self._trackers = TrackerSet.from_names(self.config.track.trackers)
             # tracked before it is saved: what a checkpoint contains is never missing from the metrics
-            self._callbacks = CallbackSet([Evaluating(), *self._own_callbacks, Tracking(self._trackers), Saving()])
+            self._evaluations_of = Evaluating()
+            self._callbacks = CallbackSet(
+                [self._evaluations_of, *self._own_callbacks, Tracking(self._trackers), Saving()]
+            )
             self._parts = await asyncio.to_thread(assemble, self.config, *self._given)
             self.engine = self._parts.engine
             self._checkpoints: CheckpointWriter | None = None
@@ -152,8 +156,7 @@ class UnifiedTrainer:
         self.step = state.step if state else 0
         self._buffer = TrajectoryGroupBuffer(config, parts.grouping, self._run_dir / "spill")
         self._recorded = self._journal.batches_from(self.step)
-        for record in self._recorded:  # the very last may have been cut off by the crash
-            self._journal.decide_trained(record.step, self._recorded_groups(record.group_ids))
+        account = self._account_before_replay()
         self._coordinator = SyncCoordinator(
             parts.policy,
             config.fresh_groups,
@@ -161,7 +164,7 @@ class UnifiedTrainer:
             over_sample=config.produce.over_sample,
             capacity=config.produce.capacity,
             batches=self._batches_left,
-            account=self._journal.account(),
+            account=account,
         )
         self._changes = Changes()
         self._producer = Producer(
@@ -181,24 +184,37 @@ class UnifiedTrainer:
         self._take_up(state)
         await parts.backend.publish(version)
 
+    def _account_before_replay(self) -> Account:
+        """Where every episode is; those of the recorded steps are trained when these are made again."""
+        trained = 0
+        for record in self._recorded:  # the decisions on the very last may have been cut off by the crash
+            groups = self._recorded_groups(record.group_ids)
+            self._journal.decide_trained(record.step, groups)
+            trained += sum(group.kept for group in groups)
+        account = self._journal.account()
+        return replace(account, trained=account.trained - trained, pending=account.pending + trained)
+
     def _take_up(self, state: TrainerState | None) -> None:
-        """Go on where the run stood: by the ledger, which knows more than the checkpoint, or by the checkpoint."""
-        position = self._journal.next_position()
-        if position is not None:
-            self._parts.sampler.position = position
-            self._producer.next_group_id = self._journal.next_group_id()
-            self._producer.take_up(self._journal.under_way(self._recorded))
-        elif state is not None:
-            self._parts.sampler.position = state.sampler_position
-            self._producer.next_group_id = state.next_group_id
-            self._producer.resume(state.unfinished)
+        """Go on where the run stood: by the ledger, which knows more than the checkpoint.
+
+        Only of groups that another ledger has (of the run that this one began from), or none, the checkpoint knows more.
+        """
+        sampler, producer, journal = self._parts.sampler, self._producer, self._journal
+        sampler.position = max(journal.next_position() or (0, 0), state.sampler_position if state else (0, 0))
+        producer.next_group_id = max(journal.next_group_id(), state.next_group_id if state else 0)
         if state is not None:
+            producer.resume(found for found in state.unfinished if not journal.knows(found[0]))
+        producer.take_up(journal.under_way(self._recorded), journal.batch_begun_at())
+        if state is not None:
+            journal.resumed(state.step)
             self._evaluations = state.evaluations
             self._first_evaluation, self._last_evaluation = state.first_evaluation, state.last_evaluation
             restore_random_states(state.random)
             self._parts.policy.restore(state.extra.get("policy"))
-            for group_id, uses in state.extra.get("used", ()) if self._journal.keeps else ():
-                self._buffer.retain_again(self._recorded_groups([group_id])[0], uses)
+            self._evaluations_of.untold = state.extra.get("untold_evaluation")
+            for group_id, uses in state.extra.get("used", ()):
+                if journal.knows(group_id):
+                    self._buffer.retain_again(self._recorded_groups([group_id])[0], uses)
 
     @property
     def _batches_left(self) -> int:
@@ -280,7 +296,7 @@ class UnifiedTrainer:
         memory.reset_peak()
 
     async def _update(self, finished: list[FinishedGroup], again: list[FinishedGroup], replayed: bool = False) -> None:
-        """Change the weights and hand them to the engine. `replayed`: the account has these groups as trained."""
+        """Change the weights and hand them to the engine. `replayed`: the ledger has this step already."""
         coordinator, before = self._coordinator, self.step
         if not (self.config.trainer.max_staleness and self.config.trainer.partial_rollouts):
             coordinator.pause()  # in step, evaluation and checkpoint are to see the engine idle
@@ -292,8 +308,7 @@ class UnifiedTrainer:
         publication = await self._parts.backend.publish(coordinator.version + 1)
         if replayed:
             self._compare_with_record(publication)
-        else:
-            coordinator.settled(trained=sum(item.kept for item in finished))
+        coordinator.settled(trained=sum(item.kept for item in finished))
         self._journal.trained(before, self.step - before, publication)
         coordinator.published(publication.version)
         coordinator.needs(self._batches_left)  # a batch of few rows makes fewer updates than it should
@@ -344,6 +359,8 @@ class UnifiedTrainer:
         metrics = self._learner.metrics
         for name, count in asdict(self._coordinator.account()).items():
             metrics.record(f"episodes/{name}", count, Reducer.LAST)
+        if self._journal.restarted:
+            metrics.record("episodes/restarted", self._journal.restarted, Reducer.LAST)
         metrics.merge(self._producer.durations())
         metrics.merge(self._producer.bias.metrics())
         metrics.merge(self._clock.end(self.engine.health(), overlapping=self.config.trainer.max_staleness > 0))
@@ -424,7 +441,13 @@ class UnifiedTrainer:
         whole = {**found, "eval/step": float(step)}
         self._evaluations = with_evaluation(self._evaluations, whole)
         self._evaluating.discard(step)
-        return whole
+        return dict(whole)  # whose history does not change with what the caller makes of it
+
+    async def evaluate_again(self, step: int) -> dict[str, float]:
+        """The evaluation of a step that was begun, and not told, when the run was interrupted."""
+        if step == self.step:
+            return await self.evaluate(pinned=True)
+        return next((dict(found) for found in self._evaluations if found["eval/step"] == step), {})
 
     async def _recorded_or_new_evaluation(self, step: int) -> dict[str, float]:
         recorded = self._journal.evaluation(step, self.config.eval.sets)
@@ -444,9 +467,14 @@ class UnifiedTrainer:
             evaluations=self._evaluations,
             unfinished=self._producer.unfinished(),
             random=random_states(),
-            extra={"policy": self._parts.policy.state(), "used": self._buffer.used()},
+            extra={
+                "policy": self._parts.policy.state(),
+                "used": self._buffer.used(),
+                "untold_evaluation": self._evaluations_of.untold,
+            },
         )
         assert self._checkpoints is not None
+        await self._journal.flushed()  # what a checkpoint contains is not made again: it must not be missing
         last = self._stop_requested or self.step >= self.config.trainer.steps
         await self._checkpoints.save(state, last, self._evaluating)
         for oldest in list_checkpoints(self._run_dir)[:1]:  # none while the first is being written
@@ -462,9 +490,9 @@ class UnifiedTrainer:
 
     def _goes_on_from(self, state: TrainerState | None) -> int | None:
         """The step that trackers are to go on from; None for a run that begins."""
-        if self._journal.next_position() is None and not list_checkpoints(self._run_dir):
-            return None
-        return state.step if state else 0
+        if state is not None:
+            return state.step
+        return 0 if self._claim.goes_on or self._journal.goes_on else None
 
     def _finish(self) -> RunResult:
         interrupted = self._stop_requested and self.step < self.config.trainer.steps

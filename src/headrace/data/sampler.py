@@ -55,6 +55,10 @@ class TaskSampler:
         self.position = (epoch, drawn + size)
         return [self.draw_at((epoch, place)) for place in range(drawn, drawn + size)]
 
+    def size_at(self, position: Position) -> int:
+        """How many tasks the batch has that begins there: fewer where an epoch ends with a short one."""
+        return self._batch_size if self._drop_last else min(self._batch_size, len(self._tasks) - position[1])
+
     def next(self) -> Draw:
         """One more task, to replace one whose group was dropped."""
         epoch, drawn = self.position

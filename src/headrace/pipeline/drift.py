@@ -43,9 +43,7 @@ def drift_metrics(
     return metrics
 
 
-def _gaps(
-    samples: Sequence[Sample], logprobs: Sequence[Sequence[float]]
-) -> tuple[list[tuple[int, int]], np.ndarray]:
+def _gaps(samples: Sequence[Sample], logprobs: Sequence[Sequence[float]]) -> tuple[list[tuple[int, int]], np.ndarray]:
     """Sampler minus learner on all sampled and trained tokens; per row with any, its oldest version and their count."""
     rows: list[tuple[int, int]] = []
     sampler: list[float] = []

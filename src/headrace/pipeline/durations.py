@@ -6,7 +6,7 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
 from typing import NamedTuple, Protocol
@@ -23,7 +23,8 @@ QUANTILES = (0, 10, 25, 50, 75, 90, 95, 99, 100)
 _SLOWEST = 0.9  # of a recorded run, the slowest tenth counts as slow
 LONG = 2.0
 """Groups that took more than so many times the median took long."""
-_REMEMBERED = 1000  # publications; the tokens of older ones count as sampled at the start
+_REMEMBERED = 1000  # publications
+_BINS = 20
 
 
 class Duration(NamedTuple):
@@ -84,33 +85,32 @@ class GivenDurations:
 class GroupDurations:
     """What a run records of its groups, step by step.
 
-    When a token was sampled is known from its version: between the publications of that version and of the next. The
-    mean place of a group's tokens within its duration follows. Groups that took long are told apart: they may be slow
-    because they say more, or because they wait for a tool.
+    Groups that took long are told apart: they may be slow because they say more, or because they wait for a tool.
     """
 
     def __init__(self) -> None:
-        self._groups: list[tuple[float, float]] = []
+        self._groups: list[tuple[float, list[tuple[float, float]]]] = []
         self._published_s: dict[int, float] = {}
+        self._places = {"token_place": _TokenPlaces(), "long_token_place": _TokenPlaces()}
 
     def add(self, seconds: float, group: FinishedGroup) -> None:
         """A group became whole just now, so many seconds after its start."""
-        now_s = time.perf_counter()
+        begun_s = time.perf_counter() - seconds
         steps = (step for episode in group.episodes for t in episode.trajectories for step in t.steps)
         tokens = Counter(version for step in steps for version in step.versions or ())
-        places = {version: self._place(version, now_s - seconds, now_s) for version in tokens}
-        weighed = sum(count * places[version] for version, count in tokens.items())
-        self._groups.append((seconds, weighed / tokens.total() if tokens else 0.5))
-
-    def _place(self, version: int, begun_s: float, now_s: float) -> float:
-        first_s = max(self._published_s.get(version, begun_s), begun_s)
-        last_s = max(min(self._published_s.get(version + 1, now_s), now_s), first_s)
-        return ((first_s + last_s) / 2 - begun_s) / max(now_s - begun_s, 1e-9)
+        seen: list[tuple[float, float]] = []
+        for published, published_s in reversed(self._published_s.items()) if tokens else ():
+            if published_s <= begun_s:
+                break
+            later = sum(count for version, count in tokens.items() if version >= published)
+            seen.append(((published_s - begun_s) / seconds, later / tokens.total()))
+        self._groups.append((seconds, seen))
 
     def metrics(self, version: int) -> MetricsAggregator:
         """Of the groups that were added since this was last asked; `version` has been published just now."""
-        self._published_s = {v: s for v, s in self._published_s.items() if v > version - _REMEMBERED}
         self._published_s[version] = time.perf_counter()
+        if len(self._published_s) > _REMEMBERED:
+            del self._published_s[next(iter(self._published_s))]
         metrics, groups = MetricsAggregator(), self._groups
         self._groups = []
         metrics.record("time/group_s/count", len(groups), Reducer.LAST)
@@ -121,10 +121,35 @@ class GroupDurations:
         for quantile in QUANTILES:
             metrics.record(f"time/group_s/q{quantile:02d}", float(np.percentile(seconds, quantile)), Reducer.LAST)
         long_s = LONG * median(seconds)
-        for group_s, place in groups:
-            name = "long_token_place" if group_s > long_s else "token_place"
-            metrics.record(f"time/group_s/{name}", place, Reducer.MEAN)
+        for group_s, seen in groups:
+            self._places["long_token_place" if group_s > long_s else "token_place"].add(seen)
+        for name, places in self._places.items():
+            metrics.record(f"time/group_s/{name}", places.mean(), Reducer.LAST)
         return metrics
+
+
+class _TokenPlaces:
+    """Where in the duration of groups their tokens are sampled, told by the publications that fell into it.
+
+    A publication at place x of a group's duration splits its tokens by their versions. The share after it is, over many
+    groups, 1 - F(x) with F the distribution of the tokens' places; and the area under 1 - F is their mean place.
+    """
+
+    def __init__(self) -> None:
+        self._bins = [(0, 0.0, 0.0)] * _BINS
+
+    def add(self, seen: Iterable[tuple[float, float]]) -> None:
+        """Publications within one group: their places, and the share of its tokens that came after."""
+        for place, later in seen:
+            bin_ = min(int(place * _BINS), _BINS - 1)
+            count, places, laters = self._bins[bin_]
+            self._bins[bin_] = (count + 1, places + place, laters + later)
+
+    def mean(self) -> float:
+        """The mean place; half, where nothing was seen."""
+        known = [(places / count, laters / count) for count, places, laters in self._bins if count]
+        xs, ys = zip((0.0, 1.0), *known, (1.0, 0.0), strict=True)
+        return float(np.trapezoid(ys, xs))
 
 
 class RecordedDurations:
@@ -139,7 +164,7 @@ class RecordedDurations:
         ordered = sorted(self._groups_s)
         self._slow_s = ordered[int(_SLOWEST * (len(ordered) - 1))] if ordered else 0.0
         self._long_s = LONG * median(ordered) if ordered else 0.0
-        self._place, self._long_place = (_mean_of(rows, f"time/group_s/{kind}token_place") for kind in ("", "long_"))
+        self._place, self._long_place = (_last(rows, f"time/group_s/{kind}token_place", 0.5) for kind in ("", "long_"))
         ends = [row for row in rows if "episodes/dispatched" in row]
         settled = ends[-1]["episodes/dispatched"] - ends[-1].get("episodes/pending", 0.0) if ends else 0.0
         self.failed_share, self.filtered_share = (
@@ -179,8 +204,8 @@ def _in_order_of_start(rows: Sequence[Mapping[str, float]]) -> list[float]:
     return [seconds for _, seconds in sorted(started)]
 
 
-def _mean_of(rows: Sequence[Mapping[str, float]], key: str) -> float:
-    return fmean([row[key] for row in rows if key in row] or [0.5])
+def _last(rows: Sequence[Mapping[str, float]], key: str, otherwise: float) -> float:
+    return next((row[key] for row in reversed(rows) if key in row), otherwise)
 
 
 def recorded_groups(row: Mapping[str, float]) -> list[float]:

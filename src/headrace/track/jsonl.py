@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO, TypeAlias
@@ -58,15 +59,16 @@ def _repair_tail(path: Path) -> None:
     """Cut a line that a kill left half-written, or the next line would be glued to it and both be lost."""
     if not path.exists():
         return
-    data = path.read_bytes()
-    whole, newline, tail = data.rpartition(b"\n")
+    tail = path.read_bytes().rpartition(b"\n")[2]
     if not tail:
         return
-    try:
-        json.loads(tail)
-        path.write_bytes(data + b"\n")
-    except ValueError:
-        path.write_bytes(whole + newline)
+    with path.open("r+b") as file:  # changed at its end alone: another kill must not cost the lines before
+        end = file.seek(0, os.SEEK_END)
+        try:
+            json.loads(tail)
+            file.write(b"\n")
+        except ValueError:
+            file.truncate(end - len(tail))
 
 
 def _forget_after(path: Path, step: int) -> None:
