@@ -260,6 +260,10 @@ class LedgerRecord:
         self._calls = dict(calls or {})
         self._results = dict(results or {})
 
+    @property
+    def unused(self) -> bool:
+        return bool(self._calls or self._results)
+
     def recall_call(self, number: int, digest: str) -> ModelOutput | None:
         found = self._calls.pop(number, None)
         if found is None:

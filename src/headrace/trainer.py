@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from headrace import memory
+from headrace.alarms import Alarms
 from headrace.assembly import Tasks, assemble, resolve_objective
 from headrace.backends.base import Publication
 from headrace.callbacks import Callback, CallbackSet, Evaluating, Saving, Tracking
 from headrace.checkpoint import TrainerState, list_checkpoints, load_newest, step_of, with_evaluation
 from headrace.config import RunConfig
 from headrace.data.account import Account
-from headrace.errors import DataError, EngineError, PublicationError
+from headrace.errors import DataError, EngineError
 from headrace.evaluator import under
 from headrace.handout import HandOut
 from headrace.journal import RunJournal, in_pieces, open_journal
@@ -75,7 +76,6 @@ class UnifiedTrainer:
         self._hand_out: HandOut | None = None
         self._skipped_in_a_row = 0
         self._producing: asyncio.Task[None] | None = None
-        self._warned: set[str] = set()
         self._evaluations: list[dict[str, float]] = []
         self._evaluating: set[int] = set()
         self._first_evaluation: dict[str, float] = {}
@@ -108,12 +108,13 @@ class UnifiedTrainer:
             )
             self._parts = await asyncio.to_thread(assemble, self.config, *self._given)
             self.engine = self._parts.engine
+            self._alarms = Alarms(self.config, self._trackers.message)
             self._checkpoints: CheckpointWriter | None = None
             self._journal = RunJournal(None)
             try:
                 self._journal = open_journal(self._run_dir, self.config)
                 self._checkpoints = CheckpointWriter(self._run_dir, self._parts.backend, self.config)
-                with self._stop_on_interrupt():
+                with _on_interrupt(self._interrupted):
                     await self._train()
             except BaseExceptionGroup as group:
                 raise _first_error(group) from None
@@ -324,7 +325,7 @@ class UnifiedTrainer:
     def _compare_with_record(self, publication: Publication) -> None:
         recorded = self._journal.fingerprint(publication.version)
         if recorded is not None and recorded != publication.fingerprint:
-            self._warn_once(
+            self._alarms.warn_once(
                 "replay",
                 f"step {self.step}, made again from its record, gave other weights (fingerprint "
                 f"{publication.fingerprint}, not {recorded}): the same up to rounding, unless the installation has "
@@ -367,45 +368,8 @@ class UnifiedTrainer:
         values = metrics.reduce()
         values["tokens/generated_per_s"] = values["tokens/generated"] / max(self._clock.generating_s, 1e-9)
         values["tokens/trained_per_s"] = values["tokens/trained"] / max(self._clock.training_s, 1e-9)
-        self._check_drift(values)
-        self._warn_of_uniform_rewards(values)
+        self._alarms.check(self.step, values)
         self._last_metrics = await self._callbacks.end_batch(self.step, values)
-
-    def _check_drift(self, values: dict[str, float]) -> None:
-        """The mismatch alarm: the learner's log-probabilities against those that the same version sampled with."""
-        drift, alarm = values.get("drift/same_version", 0.0), self.config.alarm
-        if self._samples_cut or not drift > alarm.warn_drift:
-            return
-        found = (
-            f"step {self.step}: sampler and learner differ by {drift:.3g} on average on tokens of the same version "
-            f"(log-probability)"
-        )
-        if drift > alarm.stop_drift:
-            raise PublicationError(
-                f"{found}, above alarm.stop_drift {alarm.stop_drift:g}: the engine does not sample from the weights "
-                f"that were published; restart it, or raise the limit if the two are known to compute differently"
-            )
-        self._warn_once("drift", f"{found}; above alarm.warn_drift {alarm.warn_drift:g} training is not exact")
-
-    @property
-    def _samples_cut(self) -> bool:
-        """Whether the sampler's distribution is not the learner's by intention."""
-        rollout = self.config.rollout
-        return rollout.top_p < 1 or rollout.top_k > 0 or self.config.model.lora.dropout > 0
-
-    def _warn_of_uniform_rewards(self, values: dict[str, float]) -> None:
-        """Once, when a whole step taught nothing."""
-        if values.get("reward/uniform_groups") == 1.0 and values.get("policy/grad_norm") == 0.0:
-            self._warn_once(
-                "uniform",
-                f"step {self.step}: in every group all rewards are equal (mean {values['reward/mean']:g}), so nothing "
-                f"was learned; use tasks that are sometimes solved, or a reward that tells rollouts apart",
-            )
-
-    def _warn_once(self, what: str, text: str) -> None:
-        if what not in self._warned:
-            self._warned.add(what)
-            self._trackers.message(text)
 
     # ---- beside the learner ---------------------------------------------------------------------------------------
 
@@ -504,24 +468,29 @@ class UnifiedTrainer:
         summarize(result, self.config)
         return result
 
-    @contextmanager
-    def _stop_on_interrupt(self) -> Iterator[None]:
-        loop = asyncio.get_running_loop()
+    def _interrupted(self) -> None:
+        self.stop()
+        self._trackers.message("stopping after this step; press Ctrl-C again to abort at once")
 
-        def request_stop() -> None:
-            self.stop()
-            self._trackers.message("stopping after this step; press Ctrl-C again to abort at once")
-            loop.remove_signal_handler(signal.SIGINT)
 
-        try:
-            loop.add_signal_handler(signal.SIGINT, request_stop)
-        except (ValueError, RuntimeError, NotImplementedError):  # not the main thread: the caller handles signals
-            yield
-            return
-        try:
-            yield
-        finally:
-            loop.remove_signal_handler(signal.SIGINT)
+@contextmanager
+def _on_interrupt(call: Callable[[], None]) -> Iterator[None]:
+    """Have the first Ctrl-C call a function; the second is an ordinary one again."""
+    loop = asyncio.get_running_loop()
+
+    def once() -> None:
+        loop.remove_signal_handler(signal.SIGINT)
+        call()
+
+    try:
+        loop.add_signal_handler(signal.SIGINT, once)
+    except (ValueError, RuntimeError, NotImplementedError):  # not the main thread: the caller handles signals
+        yield
+        return
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
 
 
 def _first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:

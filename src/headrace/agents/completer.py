@@ -11,15 +11,17 @@ import inspect
 import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from headrace.agents.chat import ChatTemplate
-from headrace.agents.record import EpisodeRecord, NoRecord, call_digest, tool_digest
+from headrace.agents.record import DivergedReplay, EpisodeRecord, NoRecord, call_digest, tool_digest
 from headrace.data.episode import FinishReason, ModelOutput, OwnedMessages, Step, Trajectory
 from headrace.data.seeds import derive_seed
 from headrace.data.task import Message
 from headrace.engine.base import Generates, Generation, SamplingParams
 from headrace.errors import EngineError, HeadraceError, PromptTooLongError, WorkflowError
+
+T = TypeVar("T")
 
 
 class Model:
@@ -48,6 +50,8 @@ class Model:
         self.diverged_prefixes = 0
         self.failure: EngineError | None = None
         """What the engine failed with; it ends the run, whatever the workflow makes of it."""
+        self.give_up: Callable[[], None] = lambda: None
+        """Called when the workflow does not do again what is recorded: to cancel it, whatever it makes of that."""
         self.training = training
 
     async def chat(self, messages: Sequence[Message], role: str = "agent", **sampling: Any) -> ModelOutput:
@@ -89,7 +93,7 @@ class Model:
         """The recorded answer to a request, or a live one, which is recorded."""
         number, self._results = self._results, self._results + 1
         digest = tool_digest(name, request) if self._record.keeps else ""
-        known = self._record.recall_result(number, digest)
+        known = await self._recalled(lambda: self._record.recall_result(number, digest))
         if known is not None:
             await asyncio.sleep(0)  # as a live call would: others may go on
             return known[0]
@@ -107,7 +111,7 @@ class Model:
         """What was recorded for this call, or what the engine samples now."""
         seed = derive_seed(self._seed, call)
         digest = call_digest(prompt_ids, params, seed, role) if self._record.keeps else ""
-        known = self._record.recall_call(call, digest)
+        known = await self._recalled(lambda: self._record.recall_call(call, digest))
         if known is not None:
             await asyncio.sleep(0)  # as a live call would: others may go on
             return known
@@ -115,6 +119,16 @@ class Model:
         output = self._template.parse(generation, stop=params.stop or (), call=call)
         self._record.called(output, role, seed, digest, history)
         return output
+
+    async def _recalled(self, recall: Callable[[], T]) -> T:
+        """What was recorded. A workflow that has left its record gets no answers until it is cancelled."""
+        if self._record.diverged:
+            await asyncio.get_running_loop().create_future()
+        try:
+            return recall()
+        except DivergedReplay:
+            self.give_up()
+            raise
 
     async def _generate(self, prompt_ids: tuple[int, ...], params: SamplingParams, seed: int) -> Generation:
         """What the engine samples. Its failure is kept, so that no workflow can hide it."""

@@ -95,7 +95,7 @@ class AgentLoopManager:
         async with self._places:
             record = self.journal.open(spec.group_id, spec.rollout_idx, spec.seed)
             episode = await self._attempt(spec, sampling, record)
-            while record.diverged:
+            while record.diverged or record.unused:
                 log.warning(
                     "the workflow did not do again what it did before the crash: the episode of task %s is restarted",
                     spec.task.id,
@@ -112,6 +112,7 @@ class AgentLoopManager:
         deadline = asyncio.timeout(self._timeout_s)
         try:
             async with deadline:
+                model.give_up = lambda: deadline.reschedule(asyncio.get_running_loop().time())
                 own = copy.deepcopy(spec.task)  # a workflow that changes its task changes no sibling's
                 outcome = await until_no_room(self._run, own, model)
                 if model.failure is not None:  # which the workflow has caught

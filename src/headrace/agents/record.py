@@ -24,14 +24,19 @@ class DivergedReplay(WorkflowError):
 
 
 class EpisodeRecord(Protocol):
-    """The record of one attempt at an episode. `diverged` is set once a request differed from it.
+    """The record of one attempt at an episode.
 
-    Digests identify requests; where nothing is kept (`keeps` is False) none are made.
+    `diverged` is set once a request differed from it, and `unused` tells whether it holds answers that were not asked for
+    again: if there are any in the end, the workflow was not the same either. Digests identify requests; where nothing is
+    kept (`keeps` is False) none are made.
     """
 
     keeps: bool
     attempt: int
     diverged: bool
+
+    @property
+    def unused(self) -> bool: ...
 
     def recall_call(self, number: int, digest: str) -> ModelOutput | None:
         """What the model answered to this call; None if it was not recorded."""
@@ -60,6 +65,7 @@ class NoRecord:
     keeps = False
     attempt = 0
     diverged = False
+    unused = False
 
     def recall_call(self, number: int, digest: str) -> ModelOutput | None:
         return None

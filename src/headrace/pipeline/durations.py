@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
@@ -24,6 +24,7 @@ _SLOWEST = 0.9  # of a recorded run, the slowest tenth counts as slow
 LONG = 2.0
 """Groups that took more than so many times the median took long."""
 _REMEMBERED = 1000  # publications
+_LATELY = 512  # groups; those of one step may be two, a usual and a slow one
 _BINS = 20
 
 
@@ -91,6 +92,7 @@ class GroupDurations:
     def __init__(self) -> None:
         self._groups: list[tuple[float, list[tuple[float, float]]]] = []
         self._published_s: dict[int, float] = {}
+        self._lately_s: deque[float] = deque(maxlen=_LATELY)
         self._places = {"token_place": _TokenPlaces(), "long_token_place": _TokenPlaces()}
 
     def add(self, seconds: float, group: FinishedGroup) -> None:
@@ -120,7 +122,8 @@ class GroupDurations:
         metrics.record("time/group_s/mean", fmean(seconds), Reducer.LAST)
         for quantile in QUANTILES:
             metrics.record(f"time/group_s/q{quantile:02d}", float(np.percentile(seconds, quantile)), Reducer.LAST)
-        long_s = LONG * median(seconds)
+        self._lately_s.extend(seconds)
+        long_s = LONG * median(self._lately_s)
         for group_s, seen in groups:
             self._places["long_token_place" if group_s > long_s else "token_place"].add(seen)
         for name, places in self._places.items():

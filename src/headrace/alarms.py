@@ -1,0 +1,52 @@
+"""Alarms: what a person must hear of a step, and what ends the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from headrace.config import RunConfig
+from headrace.errors import PublicationError
+
+
+class Alarms:
+    """Looks at the metrics of each step. A warning is given once."""
+
+    def __init__(self, config: RunConfig, tell: Callable[[str], None]) -> None:
+        self._limits = config.alarm
+        rollout = config.rollout
+        # then the sampler's distribution is not the learner's by intention
+        self._differ = rollout.top_p < 1 or rollout.top_k > 0 or config.model.lora.dropout > 0
+        self._tell = tell
+        self._given: set[str] = set()
+
+    def check(self, step: int, values: Mapping[str, float]) -> None:
+        """Warn of what is odd in the metrics of a step; raise for what must not go on."""
+        self._check_drift(step, values.get("drift/same_version", 0.0))
+        if values.get("reward/uniform_groups") == 1.0 and values.get("policy/grad_norm") == 0.0:
+            self.warn_once(
+                "uniform",
+                f"step {step}: in every group all rewards are equal (mean {values['reward/mean']:g}), so nothing was "
+                f"learned; use tasks that are sometimes solved, or a reward that tells rollouts apart",
+            )
+
+    def warn_once(self, what: str, text: str) -> None:
+        """Tell it, unless something of the kind was told."""
+        if what not in self._given:
+            self._given.add(what)
+            self._tell(text)
+
+    def _check_drift(self, step: int, drift: float) -> None:
+        """The learner's log-probabilities against those that the same version sampled with."""
+        if self._differ or not drift > self._limits.warn_drift:
+            return
+        found = (
+            f"step {step}: sampler and learner differ by {drift:.3g} on average on tokens of the same version "
+            f"(log-probability)"
+        )
+        if drift > self._limits.stop_drift:
+            raise PublicationError(
+                f"{found}, above alarm.stop_drift {self._limits.stop_drift:g}: the engine does not sample from the "
+                f"weights that were published; restart it, or raise the limit if the two are known to compute "
+                f"differently"
+            )
+        self.warn_once("drift", f"{found}; above alarm.warn_drift {self._limits.warn_drift:g} training is not exact")
