@@ -1,13 +1,12 @@
 """Runs that are killed, again and again: a server that has torch loaded forks one process per life of a run.
 
-`python crash.py SOCKET` serves the class `Lives`. A life is a whole training process, from claiming the run folder on. It
-is killed with SIGKILL at the n-th time that something is recorded or done (`EVENTS`), or so many seconds after its
+`python crash.py SOCKET` serves the class `Lives`. A life is a whole training process, from claiming the run folder on.
+It is killed with SIGKILL at the n-th time that something is recorded or done (`EVENTS`), or so many seconds after its
 training began; or its engine is. What is left in the folder is for the caller to look at.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import select
@@ -72,9 +71,9 @@ class Lives:
         theirs.close()
         self._lines = self._socket.makefile("rw")
 
-    def live(self, scenario: str, run_dir: Path, kill: Kill | None = None, **sections: Any) -> Life:
+    def live(self, scenario: str, run_dir: Path, kill: Kill | None = None) -> Life:
         """One life of the run in a folder; raises if it ended otherwise than by the end of the run, or by its kill."""
-        request = {"scenario": scenario, "run_dir": str(run_dir), "kill": asdict(kill or Kill()), "sections": sections}
+        request = {"scenario": scenario, "run_dir": str(run_dir), "kill": asdict(kill or Kill())}
         self._lines.write(json.dumps(request) + "\n")
         self._lines.flush()
         answer = json.loads(self._lines.readline())
@@ -201,7 +200,7 @@ def _live(request: dict[str, Any], server: socket.socket, output: Path) -> None:
         engines.ProcessEngine = lambda model, options: ProcessEngine(model, options, _launcher(server))  # type: ignore[assignment]
         watch = Watch(Kill(**request["kill"]), server)
         watch.everything()
-        crash_scenarios.train(request["scenario"], Path(request["run_dir"]), request["sections"])
+        crash_scenarios.train(request["scenario"], Path(request["run_dir"]))
         server.send(json.dumps(watch.seen).encode())
         code = 0
     except BaseException:

@@ -1,9 +1,8 @@
-"""The runs that are killed: small, with every kind of event in them, in step and ahead, on the model and without one."""
+"""The runs that are killed: small, with every kind of event in them, in step and ahead, with and without a model."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 from pathlib import Path
 from typing import Any
 
@@ -14,31 +13,25 @@ from headrace.judge.base import Judger, Verdict
 from headrace.runfile import build_config
 from null_backend import Null, NullBackend, some_tasks
 
-STEPS = 6
-GROUP = 3
+TASKS = 7
 
 _BASE: dict[str, Any] = {
-    "run": {"name": "run", "deterministic": True},
-    "rollout": {"group_size": GROUP, "max_tokens": 6},
+    "run": {"deterministic": True},
+    "rollout": {"group_size": 3, "max_tokens": 6},
     "optimizer": {"lr": 1e-3},
-    "trainer": {"steps": STEPS, "batch_size": 2, "save_every": 2},
-    "data": {"drop_last": False},
+    "trainer": {"steps": 6, "batch_size": 2, "save_every": 2},
+    "data": {"args": {"count": TASKS}, "drop_last": False},
     "filters": {"drop_uniform": True},
     "eval": {"every": 2, "sets": {"dev": {"tasks": "countdown", "args": {"split": "test", "count": 2}}}},
     "track": {"trackers": ["jsonl", "tensorboard"], "plot": False},
 }
-_MODEL: dict[str, Any] = {"data": {"args": {"count": 7}}}
-_NULL: dict[str, Any] = {"backend": {"name": "null"}, "engine": {"health_every_s": 1000.0}}
-_APART, _AHEAD = {"placement": "separate"}, {"max_staleness": 2, "staleness": "wait"}
-
-SCENARIOS: dict[str, dict[str, Any]] = {
-    "in_step": _MODEL,
-    "in_step_apart": {**_MODEL, "trainer": _APART},
-    "ahead": {**_MODEL, "trainer": _AHEAD},
-    "ahead_apart": {**_MODEL, "trainer": {**_AHEAD, **_APART}},
-    "null_in_step": _NULL,
-    "null_ahead": {**_NULL, "trainer": {**_AHEAD, **_APART}},
+_NULL: dict[str, Any] = {
+    "backend": {"name": "null"},
+    "data": {"args": {}},
+    "engine": {"health_every_s": 1000.0},
 }
+_APART: dict[str, Any] = {"trainer": {"placement": "separate"}}
+_AHEAD: dict[str, Any] = {"trainer": {"max_staleness": 2, "staleness": "wait"}}
 
 
 def layered(*layers: dict[str, Any]) -> dict[str, Any]:
@@ -47,21 +40,47 @@ def layered(*layers: dict[str, Any]) -> dict[str, Any]:
     return {name: {key: value for layer in layers for key, value in layer.get(name, {}).items()} for name in sections}
 
 
-def config_of(scenario: str, run_dir: Path, sections: dict[str, Any]) -> RunConfig:
+SCENARIOS: dict[str, dict[str, Any]] = {
+    "in_step": {},
+    "in_step_apart": _APART,
+    "ahead": _AHEAD,
+    "ahead_apart": layered(_AHEAD, _APART),
+    "null_in_step": _NULL,
+    "null_ahead": layered(_NULL, _AHEAD, _APART),
+    # epochs of seven tasks in batches of three, whose last is short or dropped
+    **{
+        f"epochs_{'dropped' if drop else 'short'}_{seed}": layered(
+            _NULL, {"trainer": {"batch_size": 3, "steps": 7}, "data": {"drop_last": drop}, "run": {"seed": seed}}
+        )
+        for drop in (True, False)
+        for seed in (1, 2, 3)
+    },
+    "several_updates": layered(_NULL, {"trainer": {"updates_per_batch": 2, "steps": 8, "save_every": 4}}),
+    "reuse": layered(_NULL, _AHEAD, {"produce": {"reuse": 2}, "trainer": {"batch_size": 4}}),
+    "reuse_in_step": layered(_NULL, {"produce": {"reuse": 2}, "trainer": {"batch_size": 4}}),
+    "partly_solved": layered(_NULL, {"filters": {"drop_uniform": False, "min_partial_tasks": 3}}),
+    "without_checkpoints": layered(_NULL, {"trainer": {"save_every": 0}}),
+    "without_partial_rollouts": layered(_NULL, _AHEAD, _APART, {"trainer": {"partial_rollouts": False}}),
+    "short_memory": layered(_NULL, _AHEAD, {"ledger": {"keep_steps": 1}}),
+    **{f"ahead_{policy}": layered(_NULL, _AHEAD, _APART, {"trainer": {"staleness": policy}})
+       for policy in ("count", "drop", "mask", "trust")},
+}  # fmt: skip
+
+
+def config_of(scenario: str, run_dir: Path) -> RunConfig:
     """Its configuration, in a folder."""
     place = {"run": {"dir": str(run_dir.parent), "name": run_dir.name}}
-    return build_config(layered(_BASE, SCENARIOS[scenario], sections, place))
+    return build_config(layered(_BASE, SCENARIOS[scenario], place))
 
 
-def train(scenario: str, run_dir: Path, sections: dict[str, Any]) -> None:
+def train(scenario: str, run_dir: Path) -> None:
     """One life, if nothing ends it."""
-    config = config_of(scenario, run_dir, sections)
+    config = config_of(scenario, run_dir)
     if config.backend.name == "local":
         UnifiedTrainer(config, converse, judger=Spread()).fit()
         return
     registry.register("backend", "null", RememberingNull(lambda seed: seed % 5 / 2000, 0.001))
-    tasks = some_tasks(7)
-    UnifiedTrainer(config, converse, tasks, Spread(), eval_tasks={"dev": some_tasks(2)}).fit()
+    UnifiedTrainer(config, converse, some_tasks(TASKS), Spread(), eval_tasks={"dev": some_tasks(2)}).fit()
 
 
 async def converse(task: Task, model: Model) -> None:
@@ -90,5 +109,6 @@ class RememberingNull(Null):
 
     def __call__(self, config: RunConfig) -> NullBackend:
         backend = super().__call__(config)
-        backend.engine.weights = {version: float(version) for version in range(1000)}
+        steps = config.trainer.updates_per_batch
+        backend.engine.weights = {version: float(version * steps) for version in range(1000)}
         return backend

@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 
-from headrace import registry
+from headrace import UnifiedTrainer, registry
 from headrace.agents.completer import Model
 from headrace.callbacks import Callback, TrainerHandle
-from headrace.checkpoint import TrainerState, list_checkpoints, step_of
+from headrace.checkpoint import TrainerState, checkpoint_folder, list_checkpoints, step_of
 from headrace.cli.main import run
 from headrace.data.task import Task
 from headrace.errors import CheckpointError
+from headrace.runfile import build_config
 from null_backend import Null, NullBackend, null_config, null_trainer, some_tasks
 
 Caught = pytest.CaptureFixture[str]
@@ -295,3 +296,29 @@ def test_a_disk_that_fills_up_beside_training_ends_the_run_loudly(tmp_path: Path
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step_000002"]
     assert not (run_dir / "finished").exists()
     assert null_trainer(tmp_path, **steps).fit().steps == 50
+
+
+def test_a_checkpoint_written_beside_training_gives_the_weights_of_the_uninterrupted_run(tmp_path: Path) -> None:
+    """On the real backend: what is written while the next steps are made is the state of its own step."""
+
+    def train(name: str, resume: str = "auto") -> Path:
+        run = {"dir": str(tmp_path), "name": name, "resume": resume, "deterministic": True}
+        trainer = {"steps": 4, "batch_size": 2, "save_every": 1, "keep_last": 9, "save_async": True}
+        rollout = {"group_size": 4, "max_tokens": 12}
+        track = {"trackers": ["jsonl"], "plot": False}
+        workflow = {"judger": "countdown"}
+        optimizer = {"lr": 1e-3}
+        config = build_config(
+            {"run": run, "trainer": trainer, "rollout": rollout, "track": track, "workflow": workflow,
+             "optimizer": optimizer}
+        )  # fmt: skip
+        return UnifiedTrainer(config).fit().run_dir
+
+    whole = train("whole")
+    assert saved(whole) == [1, 2, 3, 4]
+    for step in (1, 3):
+        branch = train(f"from-{step}", str(checkpoint_folder(whole, step)))
+        assert saved(branch) == list(range(step, 5))
+        for file in ("weights.safetensors", "optimizer.safetensors"):
+            one, two = (checkpoint_folder(run_dir, 4) / file for run_dir in (whole, branch))
+            assert one.read_bytes() == two.read_bytes()

@@ -1,12 +1,25 @@
-"""Peak memory of this process, phase by phase."""
+"""Peak memory of this process, phase by phase; and what the garbage collector may pass over."""
 
 from __future__ import annotations
 
+import gc
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
+
+
+@contextmanager
+def frozen() -> Iterator[None]:
+    """What is there now is no garbage for the time being: walking all of torch costs a third of the controller."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def reset_peak() -> None:

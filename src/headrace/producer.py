@@ -143,9 +143,10 @@ class Producer:
     def take_up(self, unfinished: Iterable[UnfinishedGroup], begun_at: Position | None) -> None:
         """Go on with these first, from where the ledger says that they were.
 
-        `begun_at` is where their batch begins: of those that were dropped nothing but their places is left.
+        `begun_at` is where their batch begins: of those that were dropped nothing but their places is left. Where
+        generation runs ahead, batches are only so many groups.
         """
-        self._begun_at = begun_at
+        self._begun_at = None if self._config.trainer.max_staleness else begun_at
         for found in unfinished:
             group = found.group
             settled = group.state == GroupState.WHOLE
@@ -153,6 +154,7 @@ class Producer:
             _require_same_task(draw, group)
             since = group.version if found.episodes or found.running else None
             self._take_up(_Place(draw, group.group_id, found.episodes, counted=True, settled=settled, since=since))
+        self._resumed.sort(key=lambda place: place.group_id)
 
     def _take_up(self, place: _Place) -> None:
         self._resumed.append(place)

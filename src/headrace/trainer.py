@@ -114,7 +114,7 @@ class UnifiedTrainer:
             try:
                 self._journal = open_journal(self._run_dir, self.config)
                 self._checkpoints = CheckpointWriter(self._run_dir, self._parts.backend, self.config)
-                with _on_interrupt(self._interrupted):
+                with _on_interrupt(self._interrupted), memory.frozen():
                     await self._train()
             except BaseExceptionGroup as group:
                 raise _first_error(group) from None
