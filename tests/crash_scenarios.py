@@ -17,6 +17,7 @@ TASKS = 7
 
 _BASE: dict[str, Any] = {
     "run": {"deterministic": True},
+    "workflow": {"name": "crash_scenarios:converse", "judger": "crash_scenarios:Spread"},
     "rollout": {"group_size": 3, "max_tokens": 6},
     "optimizer": {"lr": 1e-3},
     "trainer": {"steps": 6, "batch_size": 2, "save_every": 2},
@@ -27,8 +28,9 @@ _BASE: dict[str, Any] = {
 }
 _NULL: dict[str, Any] = {
     "backend": {"name": "null"},
-    "data": {"args": {}},
+    "data": {"tasks": "crash_scenarios:few_tasks"},
     "engine": {"health_every_s": 1000.0},
+    "eval": {"sets": {"dev": {"tasks": "crash_scenarios:few_tasks", "args": {"count": 2}}}},
 }
 _APART: dict[str, Any] = {"trainer": {"placement": "separate"}}
 _AHEAD: dict[str, Any] = {"trainer": {"max_staleness": 2, "staleness": "wait"}}
@@ -57,7 +59,6 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     },
     "several_updates": layered(_NULL, {"trainer": {"updates_per_batch": 2, "steps": 8, "save_every": 4}}),
     "reuse": layered(_NULL, _AHEAD, {"produce": {"reuse": 2}, "trainer": {"batch_size": 4}}),
-    "reuse_in_step": layered(_NULL, {"produce": {"reuse": 2}, "trainer": {"batch_size": 4}}),
     "partly_solved": layered(_NULL, {"filters": {"drop_uniform": False, "min_partial_tasks": 3}}),
     "without_checkpoints": layered(_NULL, {"trainer": {"save_every": 0}}),
     "without_partial_rollouts": layered(_NULL, _AHEAD, _APART, {"trainer": {"partial_rollouts": False}}),
@@ -75,12 +76,13 @@ def config_of(scenario: str, run_dir: Path) -> RunConfig:
 
 def train(scenario: str, run_dir: Path) -> None:
     """One life, if nothing ends it."""
-    config = config_of(scenario, run_dir)
-    if config.backend.name == "local":
-        UnifiedTrainer(config, converse, judger=Spread()).fit()
-        return
     registry.register("backend", "null", RememberingNull(lambda seed: seed % 5 / 2000, 0.001))
-    UnifiedTrainer(config, converse, some_tasks(TASKS), Spread(), eval_tasks={"dev": some_tasks(2)}).fit()
+    UnifiedTrainer(config_of(scenario, run_dir)).fit()
+
+
+def few_tasks(count: int) -> list[Task]:
+    """Tasks for where there is no model."""
+    return some_tasks(count)
 
 
 async def converse(task: Task, model: Model) -> None:

@@ -150,8 +150,15 @@ def test_a_printed_configuration_gives_the_same_configuration_again(run_file: Pa
         assert load_config(again) == config
 
 
+def set_columns(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    """A console keeps the width that it was made with."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for command in (app, app["train"]):
+        monkeypatch.setattr(command, "_fallback_console", None)
+
+
 def test_train_help_documents_every_setting(capsys: Caught, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("COLUMNS", "300")
+    set_columns(monkeypatch, 300)
     assert run(["train", "--help"]) == 0
     out = capsys.readouterr().out
     for path, field in field_paths():
@@ -162,7 +169,7 @@ def test_train_help_documents_every_setting(capsys: Caught, monkeypatch: pytest.
 
 
 def test_train_help_fits_a_narrow_terminal(capsys: Caught, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("COLUMNS", "80")
+    set_columns(monkeypatch, 80)
     run(["train", "--help"])
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
 

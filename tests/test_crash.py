@@ -20,6 +20,7 @@ import pytest
 from crash import EVENTS, WHEN, Kill, Life, Lives
 from crash_checks import check_run, check_same
 from crash_scenarios import SCENARIOS, TASKS
+from headrace.replay import Replay
 
 MODEL = ("in_step", "in_step_apart", "ahead", "ahead_apart")
 NULL = ("null_in_step", "null_ahead")
@@ -158,7 +159,8 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     """Of all cases that are collected: they run beside each other, whatever is waited for."""
     items: list[Any] = [item for item in request.session.items if "outcomes" in getattr(item, "fixturenames", ())]
     matrix = Matrix(tmp_path_factory.mktemp("crash"), min(len(os.sched_getaffinity(0)), 4))
-    yield {str(item.callspec.params["case"]): matrix.start(item.callspec.params["case"]) for item in items}
+    cases = {str(case): case for case in (item.callspec.params["case"] for item in items)}
+    yield {name: matrix.start(case) for name, case in cases.items()}
     matrix.close()
 
 
@@ -173,6 +175,14 @@ def check(case: Case, outcomes: Outcomes) -> None:
 @pytest.mark.parametrize("case", SLICE, ids=str)
 def test_a_slice_of_the_matrix(case: Case, outcomes: Outcomes) -> None:
     check(case, outcomes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for case in RANDOM if case.scenario in ("ahead", "ahead_apart")][::4], ids=str)
+def test_what_a_killed_run_recorded_gives_its_weights_again(case: Case, outcomes: Outcomes) -> None:
+    run_dir = outcomes[str(case)].result().run_dir
+    made = list(Replay(run_dir))
+    assert [(step.step, step.same) for step in made] == [(step, True) for step in range(1, 7)]
 
 
 @pytest.mark.slow

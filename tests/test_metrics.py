@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from fractions import Fraction
 
 import pytest
 from hypothesis import given
@@ -79,6 +80,21 @@ def test_order_matters_to_last_only(values: list[float], random: object) -> None
 
 def test_sums_do_not_lose_small_values_beside_large_ones() -> None:
     assert aggregate([1e16, 1.0, -1e16], Reducer.SUM) == 1.0
+
+
+def test_many_values_are_added_up_as_exactly_as_few() -> None:
+    values = [1e16, *[0.1] * 25_000, -1e16]
+    assert aggregate(values, Reducer.SUM) == math.fsum(values)
+    assert aggregate(values, Reducer.MEAN) == float(sum(map(Fraction, values)) / len(values))
+
+
+def test_what_is_recorded_later_does_not_reach_an_aggregator_that_was_merged_or_renamed() -> None:
+    metrics, merged = MetricsAggregator(), MetricsAggregator()
+    metrics.record("a/loss", 1.0, Reducer.MEAN)
+    merged.merge(metrics)
+    renamed = metrics.renamed("a/", "b/")
+    metrics.record("a/loss", 5.0, Reducer.MEAN)
+    assert merged.reduce() == {"a/loss": 1.0} and renamed.reduce() == {"b/loss": 1.0}
 
 
 @pytest.mark.parametrize("reducer", [Reducer.SUM, Reducer.MEAN, Reducer.MIN, Reducer.MAX, Reducer.WEIGHTED_MEAN])

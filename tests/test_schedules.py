@@ -8,7 +8,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from itertools import product
+from itertools import compress, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -97,6 +97,8 @@ def test_every_schedule_makes_its_steps_and_accounts_for_every_episode(tmp_path:
         check(ran, 6, bound, policy)
         engine = ran.backend.engine
         assert len(watcher.held) == 6
+        if not (bound and trainer["partial_rollouts"]):  # no sequence has seen a change of weights
+            assert all(len(set(compress(row.versions, row.loss_mask))) == 1 for row in ran.backend.rows)
         assert (engine.tokens_while_learning > 0) == (bound > 0 or trainer["stream"])
         assert engine.caches_released == (6 if not bound and engine.shares_weights and not trainer["stream"] else 0)
 
