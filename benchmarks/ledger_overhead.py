@@ -1,9 +1,12 @@
-"""What does the ledger cost? Inserts per second, bytes per episode, and how fast a large one opens.
+"""What does the ledger cost? Inserts per second, bytes per episode, how fast a large one opens, and its share of a run.
 
-    python benchmarks/ledger_overhead.py [--episodes 1000000] [--json FILE] [--quick]
+    python benchmarks/ledger_overhead.py [--episodes 1000000] [--pairs 5] [--json FILE] [--quick]
 
 Prints a table in Markdown. Episodes are realistic: one to three calls in a conversation, prompts of 60 tokens and
-replies of 40, groups of 8. `--quick` takes a fiftieth of the episodes.
+replies of 40, groups of 8. Then runs are made with the ledger and without, in turns: the countdown example, and one
+whose model costs nothing, so that all its time is the controller's. `ratio` is of the median seconds of all steps,
+`ratio_of_best_steps` takes each step where it was fastest, `cpu_ratio` is of processor time. `--quick` takes a fiftieth
+of the episodes, and one pair of short runs.
 """
 
 from __future__ import annotations
@@ -13,16 +16,26 @@ import json
 import random
 import shutil
 import struct
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from contextlib import redirect_stdout
+from dataclasses import asdict, dataclass, replace
+from io import StringIO
 from pathlib import Path
+from statistics import median
+from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+from headrace import Callback, UnifiedTrainer, load_config
 from headrace.data.episode import Episode, ModelOutput, OwnedMessages, Step, Trajectory
 from headrace.data.ledger import Ledger, LedgerReader
 from headrace.data.task import Message
 
+ROOT = Path(__file__).parent.parent
 GROUP = 8
 BATCH = 16  # groups
 POOL = 200  # groups that are made up; recorded again and again under new ids
@@ -142,13 +155,80 @@ def measure(work: Path, episodes: int) -> dict[str, float]:
     }
 
 
-# ---- with and without: the ratio of a run's wall-clock goes here, and into the table ---------------------------------
+# ---- with and without ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What the steps of a run took."""
+
+    steps_s: tuple[float, ...]
+    cpu_s: float
+    """Processor seconds of all its threads."""
+
+
+class Watch(Callback):
+    """Processor time of training, without start-up."""
+
+    def on_train_start(self, trainer: Any) -> None:
+        self._began_s = time.process_time()
+
+    def on_train_end(self, trainer: Any) -> None:
+        self.cpu_s = time.process_time() - self._began_s
+
+
+def train(kind: str, enabled: bool, steps: int, folder: Path) -> Spent:
+    """A run in this process: "countdown" is the example, "controller" one whose model costs nothing."""
+    watch = Watch()
+    if kind == "countdown":
+        settings = [f"--trainer.steps={steps}", f"--ledger.enabled={str(enabled).lower()}", f"--run.dir={folder}",
+                    "--eval.before=false", "--eval.after=false", "--eval.every=0", "--trainer.save_last=false",
+                    "--track.trackers", '["jsonl"]', "--track.plot=false"]  # fmt: skip
+        trainer = UnifiedTrainer(load_config(ROOT / "examples" / "countdown.toml", settings), callbacks=[watch])
+    else:
+        from null_backend import Null, null_trainer, scattered, some_tasks
+
+        trainer = null_trainer(
+            folder, scattered, some_tasks(1000), null=Null(checks=False, remembers=False), callbacks=[watch],
+            trainer={"steps": steps, "batch_size": 32, "save_last": False}, ledger={"enabled": enabled},
+            rollout={"group_size": GROUP, "max_concurrent": 256, "max_tokens": 8},
+        )  # fmt: skip
+    with redirect_stdout(StringIO()):
+        run_dir = trainer.fit().run_dir
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return Spent(tuple(row["time/step_s"] for row in rows if row["step"]), watch.cpu_s)
+
+
+def compare(kind: str, steps: int, pairs: int) -> dict[str, float]:
+    """Runs with and without in turns, each in a process of its own."""
+    spent: dict[bool, list[Spent]] = {True: [], False: []}
+    for number in range(2 * pairs):
+        enabled = number % 2 == (number // 2) % 2  # each goes first as often as the other
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, __file__, "--train", kind, str(int(enabled)), str(steps), folder]
+            done = subprocess.run(command, check=True, stdout=subprocess.PIPE)
+        spent[enabled].append(Spent(**json.loads(done.stdout)))
+    totals = {enabled: median(sum(run.steps_s) for run in runs) for enabled, runs in spent.items()}
+    best = {enabled: sum(map(min, zip(*(run.steps_s for run in runs), strict=True))) for enabled, runs in spent.items()}
+    cpu = {enabled: median(run.cpu_s for run in runs) for enabled, runs in spent.items()}
+    return {
+        f"{kind}_s": totals[True],
+        f"{kind}_without_s": totals[False],
+        f"{kind}_ratio": totals[True] / totals[False],
+        f"{kind}_ratio_of_best_steps": best[True] / best[False],  # what others do on the machine counts least here
+        f"{kind}_cpu_ratio": cpu[True] / cpu[False],
+    }
 
 
 def main() -> None:
     """Run and print."""
+    if sys.argv[1:2] == ["--train"]:
+        kind, enabled, steps, folder = sys.argv[2:]
+        print(json.dumps(asdict(train(kind, bool(int(enabled)), int(steps), Path(folder)))))
+        return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--episodes", type=int, default=1_000_000)
+    parser.add_argument("--pairs", type=int, default=5, help="runs with, and as many without")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true")
     args = parser.parse_args()
@@ -157,6 +237,8 @@ def main() -> None:
         figures = measure(work, args.episodes // (50 if args.quick else 1))
     finally:
         shutil.rmtree(work)
+    figures |= compare("countdown", *((3, 1) if args.quick else (10, args.pairs)))
+    figures |= compare("controller", *((20, 1) if args.quick else (100, args.pairs)))
     print("| figure | value |\n| --- | --- |")
     for name, value in figures.items():
         print(f"| {name} | {value:,.3f} |" if value < 10 else f"| {name} | {value:,.0f} |")
