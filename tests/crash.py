@@ -267,7 +267,7 @@ class Watch:
             self._server.send(b"training")
             await set_up(own, state)
 
-        trainer.UnifiedTrainer._set_up = began
+        trainer.UnifiedTrainer._set_up = began  # type: ignore[method-assign]
 
     def _opened(self, ledger: Any) -> Any:
         self._ledger = ledger

@@ -1,5 +1,5 @@
-"""Whole runs on disks that fill up or cannot be written, with clocks that jump, and with a rival: a clear error, nothing
-damaged, and the run is gone on with as if nothing had happened."""
+"""Whole runs on disks that fill up or cannot be written, with clocks that jump, and with a rival: a clear error,
+nothing damaged, and the run is gone on with as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -151,7 +151,8 @@ def test_a_second_process_is_refused_and_the_first_goes_on(tmp_path: Path, refer
     said: list[str] = []
 
     def rival() -> None:
-        code = f"from pathlib import Path; import crash_scenarios as c; c.train({SCENARIO!r}, Path({str(tmp_path)!r}, 'run'))"
+        folder = str(tmp_path / "run")
+        code = f"from pathlib import Path; import crash_scenarios as c; c.train({SCENARIO!r}, Path({folder!r}))"
         done = subprocess.run([sys.executable, "-c", code], cwd=TESTS, capture_output=True, text=True, check=False)
         said.append(done.stderr.splitlines()[-1])
 
@@ -159,4 +160,3 @@ def test_a_second_process_is_refused_and_the_first_goes_on(tmp_path: Path, refer
     assert f"is in use by process {os.getpid()}" in said[0] and "choose another folder with --run-dir" in said[0]
     check_run(tmp_path / "run", TASKS)
     check_same(tmp_path / "run", reference)
-

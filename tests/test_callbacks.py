@@ -169,6 +169,25 @@ def test_a_slow_callback_before_an_evaluation_does_not_make_it_one_of_later_weig
     assert len(rows) == 3 and all(row["eval/held_out/reward"] == 100 + row["eval/step"] for row in rows)
 
 
+@pytest.mark.parametrize("placement", ["colocate", "separate"])
+@pytest.mark.parametrize("partial", [True, False])
+def test_in_step_nothing_is_generated_beside_a_callback_or_an_evaluation(
+    tmp_path: Path, placement: str, partial: bool
+) -> None:
+    async def look(self: Callback, *arguments: Any) -> None:
+        engine = null.made[-1].engine
+        before = engine.tokens
+        await asyncio.sleep(50.0)
+        assert engine.tokens == before and not engine.running
+
+    events = ("on_batch_end", "on_policy_updated", "on_validation_start", "on_validation_end")
+    looks: Callback = type("Looks", (Callback,), dict.fromkeys(events, look))()
+    null = Null(heavy_tail, 1.0)
+    trainer = {"placement": placement, "partial_rollouts": partial}
+    ran = null_run(tmp_path, slow_evaluation, null=null, callbacks=[looks], trainer=trainer, eval=EVAL)
+    assert ran.result.steps == 6
+
+
 def test_eval_step_says_which_step_an_evaluation_is_of(tmp_path: Path) -> None:
     evaluation = {**EVAL, "before": True, "after": True, "every": 3}
     ran = null_run(tmp_path / "in step", slow_evaluation, trainer={"steps": 7}, eval=evaluation)

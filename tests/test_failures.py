@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -136,10 +137,10 @@ def test_a_workflow_cannot_hide_that_the_engine_broke(
     tmp_path: Path, schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def careless(task: Task, model: Model) -> float:
-        try:
-            return await scattered(task, model)
-        except Exception:
-            return 0.0
+        reward = await scattered(task, model)
+        with suppress(Exception):
+            await model.chat(task.messages)
+        return reward
 
     break_method(monkeypatch, NullEngine, "generate", after=9, error=EngineError("out of memory"))
     with pytest.raises(EngineError, match="out of memory"):

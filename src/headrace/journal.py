@@ -73,7 +73,7 @@ class RunJournal:
         return self._ledger is not None and self._ledger.group_record(group_id) is not None
 
     def batch_begun_at(self) -> Position | None:
-        """Where the tasks begin of which no batch was made yet; None if there are none. In step, they are one batch's."""
+        """Where the tasks begin of which no batch was made yet; None if there are none. In step, it is one batch."""
         if self._ledger is None:
             return None
         last = self._ledger.last_batch()

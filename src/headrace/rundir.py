@@ -248,7 +248,10 @@ class _RunLog(logging.FileHandler):
             logger.removeHandler(self)
             level, logger.propagate = self._before
             logger.setLevel(level)
-        super().close()
+        try:
+            super().close()
+        except OSError as error:  # a full disk, which must not hide what the run ended with
+            print(f"cannot write {self.baseFilename}: {error}", file=sys.stderr)
 
 
 def log_to_file(run_dir: Path) -> logging.Handler:

@@ -198,7 +198,7 @@ class UnifiedTrainer:
     def _take_up(self, state: TrainerState | None) -> None:
         """Go on where the run stood: by the ledger, which knows more than the checkpoint.
 
-        Only of groups that another ledger has (of the run that this one began from), or none, the checkpoint knows more.
+        Only of groups that no ledger has, or that of the run which this one began from, the checkpoint knows more.
         """
         sampler, producer, journal = self._parts.sampler, self._producer, self._journal
         sampler.position = max(journal.next_position() or (0, 0), state.sampler_position if state else (0, 0))

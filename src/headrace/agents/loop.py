@@ -23,7 +23,7 @@ from headrace.data.episode import Episode, FinishReason, TerminationReason, Traj
 from headrace.data.seeds import derive_seed
 from headrace.data.task import Task
 from headrace.engine.base import Generates, SamplingParams
-from headrace.errors import EngineError, PromptTooLongError, WorkflowError
+from headrace.errors import EngineError, LedgerError, PromptTooLongError, WorkflowError
 from headrace.judge.base import Judger, Verdict
 
 log = logging.getLogger("headrace")
@@ -238,8 +238,8 @@ def _failed(spec: RolloutSpec, model: Model, reason: TerminationReason, error: s
 
 
 def _raise_if_not_the_users(error: BaseException) -> None:
-    """Raise what ends more than the episode: the engine's failure, and being cancelled from outside."""
-    if isinstance(error, EngineError) and not isinstance(error, PromptTooLongError):
+    """Raise what ends more than the episode: a failure of engine or ledger, and being cancelled from outside."""
+    if isinstance(error, (EngineError, LedgerError)) and not isinstance(error, PromptTooLongError):
         raise error
     if isinstance(error, BaseExceptionGroup):  # of a TaskGroup in the workflow
         for inner in error.exceptions:

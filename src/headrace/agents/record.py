@@ -26,9 +26,9 @@ class DivergedReplay(WorkflowError):
 class EpisodeRecord(Protocol):
     """The record of one attempt at an episode.
 
-    `diverged` is set once a request differed from it, and `unused` tells whether it holds answers that were not asked for
-    again: if there are any in the end, the workflow was not the same either. Digests identify requests; where nothing is
-    kept (`keeps` is False) none are made.
+    `diverged` is set once a request differed from it, and `unused` tells whether it holds answers that were not asked
+    for again: if there are any in the end, the workflow was not the same either. Digests identify requests; where
+    nothing is kept (`keeps` is False) none are made.
     """
 
     keeps: bool
