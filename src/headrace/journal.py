@@ -117,9 +117,9 @@ class RunJournal:
 
     # ---- what is ----------------------------------------------------------------------------------------------
 
-    def resumed(self, step: int) -> None:
-        """This process goes on from the checkpoint of a step."""
-        if self._ledger:
+    def resumed(self, step: int | None) -> None:
+        """The run goes on from a step; None: it begins."""
+        if self._ledger and step is not None:
             self._ledger.resumed(step)
 
     def drawn(self, group_id: int, draw: Draw, size: int, version: int) -> None:

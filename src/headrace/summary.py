@@ -21,7 +21,7 @@ def summarize(result: RunResult, config: RunConfig) -> None:
     """Before and after, the curve, and where to look next."""
     console = Console()
     picture = _draw(result, config)
-    if result.first_evaluation or result.last_evaluation:
+    if result.last_evaluation and result.last_evaluation != result.first_evaluation:  # else there is no "after" yet
         console.print(_table(result, config))
     lines = [("run folder", str(result.run_dir))]
     if picture:

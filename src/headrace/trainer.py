@@ -70,6 +70,7 @@ class UnifiedTrainer:
         self.config = resolve_objective(config)
         self.step = 0
         self._given = (workflow, tasks, judger, eval_tasks)
+        resolve("staleness", config.trainer.staleness)  # a wrong name is told before a run folder is made
         named = [resolve("callback", name)() for name in config.trainer.callbacks]
         self._own_callbacks = [*named, *callbacks]
         self._stop_requested = False
@@ -136,6 +137,7 @@ class UnifiedTrainer:
         )
         for note in notes:
             self._trackers.message(note)
+        self._journal.resumed(self._goes_on_from(state))
         await self._set_up(state)
         async with asyncio.TaskGroup() as self._loops:
             before = await self._callbacks.call("on_train_start", self)
@@ -207,7 +209,6 @@ class UnifiedTrainer:
             producer.resume(found for found in state.unfinished if not journal.knows(found[0]))
         producer.take_up(journal.under_way(self._recorded), journal.batch_begun_at())
         if state is not None:
-            journal.resumed(state.step)
             self._evaluations = state.evaluations
             self._first_evaluation, self._last_evaluation = state.first_evaluation, state.last_evaluation
             restore_random_states(state.random)

@@ -126,7 +126,8 @@ def _facts(reader: LedgerReader) -> Iterator[str]:
     last = reader.last_batch()
     yield f"batches trained: {reader.batch_count():,}"
     if last is not None and last.steps is None:
-        yield f"recorded and not yet trained: the batch of step {last.step}, {len(last.group_ids)} groups"
+        groups = f"the batch of step {last.step}, {len(last.group_ids)} groups"
+        yield f"recorded, with its update not made to its end (a run that goes on makes it again): {groups}"
     published = reader.last_publication()
     if published is not None:
         yield f"last publication: version {published.version} after step {published.step}, {published.fingerprint}"

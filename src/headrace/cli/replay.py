@@ -16,7 +16,8 @@ def replay(
 ) -> int:
     """Train a recorded run once more from its ledger, and compare the weights after every step.
 
-    Nothing is generated, and the run's folder is left as it is. Exit code 1 if some weights are not the run's.
+    Nothing is generated, and the run's folder is left as it is. Exit code 1 if some weights are not the run's, to the
+    bit: without `run.deterministic` the last digits depend on the number of threads, and "different" may be rounding.
     """
     from rich.console import Console
     from rich.table import Table
@@ -35,4 +36,8 @@ def replay(
             table.add_row(str(step.step), str(step.version), *shown, f"{step.fingerprint} {verdict}")
             different += step.same is False
     console.print(table)
+    if different and not found.config.run.deterministic:
+        console.print(
+            "the run is not deterministic (run.deterministic): weights that differ may differ by rounding only"
+        )
     return int(different > 0)
