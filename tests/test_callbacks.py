@@ -200,7 +200,7 @@ def test_eval_step_says_which_step_an_evaluation_is_of(tmp_path: Path) -> None:
     assert all(step >= of for step, of in found.items())
 
 
-def test_a_stopped_run_lets_its_evaluation_go_and_unpins(tmp_path: Path) -> None:
+def test_a_stopped_run_leaves_no_evaluation_and_nothing_pinned(tmp_path: Path) -> None:
     class Stops(Callback):
         def on_train_start(self, trainer: TrainerHandle) -> None:
             self._trainer = trainer

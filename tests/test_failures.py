@@ -40,6 +40,12 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 every_schedule = pytest.mark.parametrize("schedule", SCHEDULES)
 
 
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers is gone after it."""
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+
+
 class Broken(Exception):
     """None of ours, so nobody expects it."""
 
