@@ -11,6 +11,7 @@ from fakes import CharTokenizer, FakeEngine
 from headrace import registry
 from headrace.afterwards import evaluate_run
 from headrace.assembly import assemble, assemble_evaluation, resolve_objective
+from headrace.backends.base import Publication
 from headrace.config import RunConfig
 from headrace.errors import ConfigError, DataError
 from headrace.runfile import build_config
@@ -31,6 +32,9 @@ class FakeBackend:
 
     def create_engine(self) -> FakeEngine:
         return FakeEngine()
+
+    async def publish(self, version: int) -> Publication:
+        return Publication(version, "0" * 16)
 
     async def close(self) -> None: ...
 
