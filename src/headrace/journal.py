@@ -156,17 +156,17 @@ class RunJournal:
     async def training(
         self, step: int, version: int, pieces: Sequence[Sequence[FinishedGroup]], again: Sequence[FinishedGroup]
     ) -> None:
-        """These groups are about to be trained, in these pieces. Returns when that is durable."""
+        """These groups are about to be trained, in these pieces. Returns when a kill cannot undo that."""
         if not self._ledger:
             return
         fresh = [group.group_id for piece in pieces for group in piece]
         sizes = [len(piece) for piece in pieces]
         self._ledger.batch(step, version, fresh, [group.group_id for group in again], sizes)
         self.decide_trained(step, [group for piece in pieces for group in piece])
-        await self._ledger.flushed()
+        await self._ledger.written()  # synced with the checkpoint: a loss of power costs the steps after it
 
     async def flushed(self) -> None:
-        """Returns when everything told so far is durable."""
+        """Returns when everything told so far is on the disk."""
         if self._ledger:
             await self._ledger.flushed()
 

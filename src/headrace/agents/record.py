@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+from array import array
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import lru_cache
 from typing import Any, Protocol
 
 from headrace.data.episode import Episode, ModelOutput
@@ -104,7 +106,16 @@ class NoJournal:
 
 def call_digest(prompt_ids: Sequence[Any], params: SamplingParams, seed: int, role: str) -> str:
     """What identifies a model call: the same request has the same digest in another process."""
-    return _digest([list(prompt_ids), asdict(params), seed, role])
+    try:
+        parts = [array("q", prompt_ids).tobytes(), _packed_params(params), f"{seed} {role}".encode()]
+    except TypeError:  # an image among the tokens, or a list among the parameters
+        return _digest([list(prompt_ids), asdict(params), seed, role])
+    return hashlib.blake2b(b"\0".join(parts), digest_size=8).hexdigest()
+
+
+@lru_cache
+def _packed_params(params: SamplingParams) -> bytes:
+    return _packed(asdict(params))
 
 
 def tool_digest(name: str, arguments: Any) -> str:
@@ -113,4 +124,8 @@ def tool_digest(name: str, arguments: Any) -> str:
 
 
 def _digest(thing: Any) -> str:
-    return hashlib.blake2b(json.dumps(thing, sort_keys=True, default=repr).encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(_packed(thing), digest_size=8).hexdigest()
+
+
+def _packed(thing: Any) -> bytes:
+    return json.dumps(thing, sort_keys=True, default=repr).encode()

@@ -22,6 +22,11 @@ _FLOATS = ("logprobs", "advantage")
 _STEP_FIELDS = tuple(field.name for field in fields(Step))
 _values = attrgetter(*_STEP_FIELDS)
 _BLANK = Step((), ())
+_OF: Final = {"of"}
+assert _STEP_FIELDS == (
+    "prompt_ids", "response_ids", "logprobs", "versions", "messages", "text", "reward", "advantage", "temperature",
+    "finish_reason", "teacher_messages", "call",
+), "_fields_of knows them in this order"  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +88,7 @@ def pack_call(record: CallRecord, base: Base | None) -> bytes:
         value["reasoning"] = output.reasoning
     if output.tool_calls:
         value["tool_calls"] = list(output.tool_calls)
-    return packer.packed(value)
+    return packer.packed(value, plain=not (value["messages"] or output.tool_calls))
 
 
 def unpack_call(
@@ -127,7 +132,9 @@ def pack_episode(episode: Episode, calls: Mapping[int, CallRecord], unstorable: 
         [trajectory.name, trajectory.reward, [_packed_step(step, calls, packer) for step in trajectory.steps]]
         for trajectory in episode.trajectories
     ]
-    return packer.packed([trajectories, dict(unstorable)] if unstorable else [trajectories])
+    # mostly: each Step is what its call returned
+    plain = all(type(name) is str and all(step.keys() <= _OF for step in steps) for name, _, steps in trajectories)
+    return packer.packed([trajectories, dict(unstorable)] if unstorable else [trajectories], plain and not unstorable)
 
 
 def unpack_episode(body: bytes, columns: Mapping[str, Any], calls: Mapping[int, CallRecord]) -> Episode:
@@ -142,7 +149,13 @@ def unpack_episode(body: bytes, columns: Mapping[str, Any], calls: Mapping[int, 
 
 def _fields_of(record: CallRecord | None) -> tuple[Any, ...]:
     """The fields of the Step that `Step.from_model_output` makes of a call, or of an empty one."""
-    return _values(_BLANK if record is None else Step.from_model_output(record.output, record.messages))
+    if record is None:
+        return _values(_BLANK)
+    said = record.output  # checked when it was made, so no Step is made to check it again
+    return (
+        said.prompt_ids, said.completion_ids, said.logprobs, said.versions, record.messages, said.text, None, None,
+        said.temperature, said.finish_reason, None, said.call,
+    )  # fmt: skip
 
 
 def _packed_step(step: Step, calls: Mapping[int, CallRecord], packer: Packer) -> dict[str, Any]:

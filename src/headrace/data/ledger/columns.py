@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 from headrace.data.episode import Episode
@@ -34,7 +35,7 @@ def figures(episode: Episode) -> tuple[Any, ...]:
         episode.reward,
         None if episode.is_correct is None else bool(episode.is_correct),
         stored_text(episode.error),
-        stored_text(to_json(dict(episode.metrics))) if episode.metrics else None,
+        stored_text(_metrics_text(episode.metrics)) if episode.metrics else None,
         min((min(found) for found in versions), default=None),
         max((max(found) for found in versions), default=None),
         episode.generated_tokens,
@@ -52,9 +53,14 @@ def unstorable(episode: Episode, task_id: Any, source: Any) -> dict[str, Any]:
         "is_correct": None if episode.is_correct is None else bool(episode.is_correct),
     }
     found = {name: getattr(episode, name) for name, value in stored.items() if getattr(episode, name) != value}
-    if episode.metrics and stored_text(text := to_json(dict(episode.metrics))) != text:
+    if episode.metrics and stored_text(text := _metrics_text(episode.metrics)) != text:
         found["metrics"] = dict(episode.metrics)
     return found
+
+
+def _metrics_text(metrics: Mapping[Any, Any]) -> str:
+    plain = all(type(key) is str and type(value) is float for key, value in metrics.items())
+    return to_json(dict(metrics), plain and "$exact" not in metrics)
 
 
 def episode_fields(figure: dict[str, Any]) -> dict[str, Any]:

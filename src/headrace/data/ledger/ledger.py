@@ -72,6 +72,10 @@ class Ledger(LedgerReader):
         """`flush` for an event loop."""
         await asyncio.to_thread(self.flush)
 
+    async def written(self) -> None:
+        """Wait until everything recorded so far survives the end of this process, if not a loss of power."""
+        await asyncio.to_thread(self._writer.wait, sync=False)
+
     def _rows(self, query: str, values: Iterable[Any] = ()) -> list[tuple[Any, ...]]:
         self._writer.wait(sync=False)
         return super()._rows(query, values)

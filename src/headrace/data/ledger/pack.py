@@ -32,11 +32,14 @@ def digest(*parts: Any) -> str:
 # ---- JSON ------------------------------------------------------------------------------------------------------------
 
 
-def to_json(value: Any) -> str:
-    """JSON that `from_json` turns into an equal value; tuples, bytes and keys that are no text are spelled out."""
+def to_json(value: Any, plain: bool = False) -> str:
+    """JSON that `from_json` turns into an equal value; tuples, bytes and keys that are no text are spelled out.
+
+    Nothing is to be spelled out in what is `plain`: texts, numbers, lists and dictionaries of known keys.
+    """
     try:
         text = _ENCODER.encode(value)
-        if json.loads(text) == value and not _looks_exact(value):
+        if plain or (json.loads(text) == value and not _looks_exact(value)):
             return text
     except (TypeError, ValueError):
         pass  # spelled out below, or refused there
@@ -158,9 +161,10 @@ class Packer:
             self._arrays.append(packed.tobytes())
         return len(self._described) - 1
 
-    def packed(self, value: Any) -> bytes:
-        """The body: `value` as JSON, then the arrays, deflated if that helps."""
-        return pack_bytes(to_json([value, self._described]), *self._arrays)
+    def packed(self, value: Any, plain: bool = False) -> bytes:
+        """The body: `value` as JSON, then the arrays, deflated if that helps. For `plain` see `to_json`."""
+        spelled = len(self._arrays) < len(self._described)  # an array that is not all numbers is among the JSON
+        return pack_bytes(to_json([value, self._described], plain and not spelled), *self._arrays)
 
 
 def pack_bytes(text: str, *arrays: bytes) -> bytes:
