@@ -1,12 +1,12 @@
 """What does the ledger cost? Inserts per second, bytes per episode, how fast a large one opens, and its share of a run.
 
-    python benchmarks/ledger_overhead.py [--episodes 1000000] [--pairs 5] [--json FILE] [--quick]
+    python benchmarks/ledger_overhead.py [--episodes 1000000] [--processes 4] [--json FILE] [--quick]
 
 Prints a table in Markdown. Episodes are realistic: one to three calls in a conversation, prompts of 60 tokens and
 replies of 40, groups of 8. Then runs are made with the ledger and without, in turns: the countdown example, and one
-whose model costs nothing, so that all its time is the controller's. `ratio` is of the median seconds of all steps,
-`ratio_of_best_steps` takes each step where it was fastest, `cpu_ratio` is of processor time. `--quick` takes a fiftieth
-of the episodes, and one pair of short runs.
+whose model costs nothing, so that all its time is the controller's. `ratio` is of the median seconds of a run's steps,
+the next two take the median and the fastest of each step over all runs, and `cpu_ratio` is of processor time. `--quick`
+takes a fiftieth of the episodes, and one pair of short runs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, replace
 from io import StringIO
@@ -199,36 +199,53 @@ def train(kind: str, enabled: bool, steps: int, folder: Path) -> Spent:
     return Spent(tuple(row["time/step_s"] for row in rows if row["step"]), watch.cpu_s)
 
 
-def compare(kind: str, steps: int, pairs: int) -> dict[str, float]:
-    """Runs with and without in turns, each in a process of its own."""
+def compare(kind: str, steps: int, processes: int, rounds: int) -> dict[str, float]:
+    """Runs with and without in turns, a few of them per process; a step is the same work in all of them."""
     spent: dict[bool, list[Spent]] = {True: [], False: []}
-    for number in range(2 * pairs):
-        enabled = number % 2 == (number // 2) % 2  # each goes first as often as the other
-        with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, __file__, "--train", kind, str(int(enabled)), str(steps), folder]
-            done = subprocess.run(command, check=True, stdout=subprocess.PIPE)
-        spent[enabled].append(Spent(**json.loads(done.stdout)))
-    totals = {enabled: median(sum(run.steps_s) for run in runs) for enabled, runs in spent.items()}
-    best = {enabled: sum(map(min, zip(*(run.steps_s for run in runs), strict=True))) for enabled, runs in spent.items()}
-    cpu = {enabled: median(run.cpu_s for run in runs) for enabled, runs in spent.items()}
-    return {
-        f"{kind}_s": totals[True],
-        f"{kind}_without_s": totals[False],
-        f"{kind}_ratio": totals[True] / totals[False],
-        f"{kind}_ratio_of_best_steps": best[True] / best[False],  # what others do on the machine counts least here
-        f"{kind}_cpu_ratio": cpu[True] / cpu[False],
+    for number in range(processes):
+        command = [sys.executable, __file__, "--train", kind, str(steps), str(rounds), str(number % 2)]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE)
+        for enabled, runs in enumerate(json.loads(done.stdout)):
+            spent[bool(enabled)] += [Spent(**run) for run in runs]
+    ratios = {
+        "ratio": _ratio(spent, lambda runs: median(sum(run.steps_s) for run in runs)),
+        "ratio_of_median_steps": _ratio(spent, lambda runs: sum(map(median, _by_step(runs)))),
+        "ratio_of_best_steps": _ratio(spent, lambda runs: sum(map(min, _by_step(runs)))),
+        "cpu_ratio": _ratio(spent, lambda runs: median(run.cpu_s for run in runs)),
     }
+    seconds = {"s_per_step": median(t for run in spent[False] for t in run.steps_s), "runs": len(spent[True])}
+    return {f"{kind}_{name}": value for name, value in (seconds | ratios).items()}
+
+
+def _by_step(runs: Sequence[Spent]) -> Iterable[tuple[float, ...]]:
+    return zip(*(run.steps_s for run in runs), strict=True)
+
+
+def _ratio(spent: dict[bool, list[Spent]], figure: Callable[[Sequence[Spent]], float]) -> float:
+    return figure(spent[True]) / figure(spent[False])
+
+
+def alternate(kind: str, steps: int, rounds: int, first: bool) -> list[list[Spent]]:
+    """Runs without, and runs with the ledger."""
+    spent: list[list[Spent]] = [[], []]
+    with tempfile.TemporaryDirectory() as work:
+        train(kind, first, 1, Path(work, "warm-up"))
+        for number in range(2 * rounds):
+            enabled = first ^ bool((number + 1) // 2 % 2)  # each comes after the other as often as after itself
+            spent[enabled].append(train(kind, enabled, steps, Path(work, str(number))))
+    return spent
 
 
 def main() -> None:
     """Run and print."""
     if sys.argv[1:2] == ["--train"]:
-        kind, enabled, steps, folder = sys.argv[2:]
-        print(json.dumps(asdict(train(kind, bool(int(enabled)), int(steps), Path(folder)))))
+        kind, *numbers = sys.argv[2:]
+        steps, rounds, first = map(int, numbers)
+        print(json.dumps([[asdict(run) for run in runs] for runs in alternate(kind, steps, rounds, bool(first))]))
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--episodes", type=int, default=1_000_000)
-    parser.add_argument("--pairs", type=int, default=5, help="runs with, and as many without")
+    parser.add_argument("--processes", type=int, default=4, help="each makes three runs with, and as many without")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true")
     args = parser.parse_args()
@@ -237,8 +254,8 @@ def main() -> None:
         figures = measure(work, args.episodes // (50 if args.quick else 1))
     finally:
         shutil.rmtree(work)
-    figures |= compare("countdown", *((3, 1) if args.quick else (10, args.pairs)))
-    figures |= compare("controller", *((20, 1) if args.quick else (100, args.pairs)))
+    figures |= compare("countdown", *((2, 1, 1) if args.quick else (8, args.processes, 3)))
+    figures |= compare("controller", *((10, 1, 1) if args.quick else (30, args.processes, 3)))
     print("| figure | value |\n| --- | --- |")
     for name, value in figures.items():
         print(f"| {name} | {value:,.3f} |" if value < 10 else f"| {name} | {value:,.0f} |")

@@ -18,7 +18,7 @@ import pytest
 
 from fakes import FakeEngine, char_chat
 from headrace.agents.completer import Model
-from headrace.agents.loop import AgentLoopManager, RolloutSpec
+from headrace.agents.loop import AgentLoopManager, Limits, RolloutSpec
 from headrace.agents.workflow import as_run_function, demonstration, self_distill, single_turn
 from headrace.data.episode import Episode, Step, TerminationReason, Trajectory
 from headrace.data.task import Task
@@ -58,7 +58,7 @@ class LengthJudger(Judger):
 def manager(
     run: Any, engine: FakeEngine | None = None, judger: Judger | None = None, **limits: Any
 ) -> AgentLoopManager:
-    return AgentLoopManager(run, engine or FakeEngine(), char_chat(), judger, **limits)
+    return AgentLoopManager(run, engine or FakeEngine(), char_chat(), judger, Limits(**limits))
 
 
 async def roll_out(run: Any, engine: FakeEngine | None = None, judger: Judger | None = None, **limits: Any) -> Episode:

@@ -13,7 +13,7 @@ import pytest
 from crash_scenarios import RememberingNull
 from fakes import FakeEngine, char_chat, random_word
 from headrace.agents.completer import Model
-from headrace.agents.loop import AgentLoopManager, RolloutSpec
+from headrace.agents.loop import AgentLoopManager, Limits, RolloutSpec
 from headrace.callbacks import Callback, Metrics
 from headrace.data.episode import Episode
 from headrace.data.ledger import Ledger, LedgerReader
@@ -60,7 +60,7 @@ async def live(folder: Path, run: Any, answers: int, judger: Judger | None = Non
     with Ledger.open(folder) as ledger:
         ledger.dispatched(0, (0, 0), TASK.id, TASK.source, 1, 0)
         journal = RunJournal(ledger)
-        manager = AgentLoopManager(run, engine, char_chat(), judger, timeout_s=5.0, journal=journal.episodes())
+        manager = AgentLoopManager(run, engine, char_chat(), judger, Limits(timeout_s=5.0), journal=journal.episodes())
         try:
             return await manager.roll_out(SPEC, SAMPLING), len(engine.requests)
         except EngineError:

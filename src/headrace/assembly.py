@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from headrace.agents.budget import Budget
 from headrace.agents.chat import ChatTemplate
-from headrace.agents.loop import AgentLoopManager
+from headrace.agents.loop import AgentLoopManager, Limits
 from headrace.agents.workflow import RunFunction, as_run_function, demonstration, preference, single_turn
 from headrace.backends.base import Backend
 from headrace.combinations import check_combinations, chosen
@@ -99,7 +100,7 @@ def assemble(
     if config.algorithm.objective == "sft":
         run, judge = demonstration, None
     manager = AgentLoopManager(
-        run, parts.engine, parts.chat, judge, *_limits(config), needs_reward=_needs_reward(config.algorithm)
+        run, parts.engine, parts.chat, judge, _limits(config), needs_reward=_needs_reward(config.algorithm)
     )
     objective: Objective = new_objective(config, parts.backend, parts.chat, demonstrations, policy)
     return RunParts(
@@ -123,7 +124,7 @@ def _evaluation_parts(
     chat = ChatTemplate(backend.tokenizer)
     if run is preference:  # given pairs hold nothing to evaluate: the model is asked
         run = single_turn
-    manager = AgentLoopManager(run, EvaluationView(engine), chat, judge, *_limits(config), training=False)
+    manager = AgentLoopManager(run, EvaluationView(engine), chat, judge, _limits(config), training=False)
     return EvaluationParts(backend, engine, chat, manager, Evaluator(sets, config.rollout, config.run.seed))
 
 
@@ -153,8 +154,10 @@ def _judger(config: RunConfig, judger: Any) -> Judger | None:
     return as_judger(resolve("judger", name), config.workflow.judger_args) if name else None
 
 
-def _limits(config: RunConfig) -> tuple[int, float]:
-    return config.rollout.max_concurrent, config.rollout.timeout_s
+def _limits(config: RunConfig) -> Limits:
+    rollout = config.rollout
+    budget = Budget(rollout.max_turns, rollout.max_episode_tokens, rollout.max_tool_calls)
+    return Limits(rollout.max_concurrent, rollout.timeout_s, budget, rollout.retries)
 
 
 def _evaluation_sets(config: RunConfig, given: dict[str, Tasks] | None) -> EvaluationSets:

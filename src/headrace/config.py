@@ -107,6 +107,15 @@ class RolloutSection(Section):
     """Episodes in flight at once."""
     timeout_s: float = Field(default=600.0, gt=0)
     """Longest duration of one episode; over it, the episode fails with reason "timeout"."""
+    max_turns: int | None = Field(default=None, ge=1)
+    """Most model calls of one episode; one more ends it with reason "turns". Empty for no limit."""
+    max_episode_tokens: int | None = Field(default=None, ge=1)
+    """Most tokens sampled in one episode, over all its calls; then it ends with reason "tokens". Empty for no limit."""
+    max_tool_calls: int | None = Field(default=None, ge=1)
+    """Most tool calls of one episode; one more ends it with reason "tools". Empty for no limit."""
+    retries: int = Field(default=2, ge=0)
+    """How often an episode is started again if infrastructure failed (a connection, a server, a sandbox). Failures of
+    your own code are not tried again."""
 
 
 class EngineSection(Section):
@@ -274,7 +283,7 @@ class FilterSection(Section):
     """Drop groups whose rewards are all equal (their advantages are 0), and roll out others until the batch is full."""
     min_trajectories: int = Field(default=1, ge=1)
     """Drop groups in which fewer trajectories are left (after failures and dropped terminations)."""
-    drop_terminations: tuple[Literal["length", "turns", "tokens", "timeout"], ...] = ()
+    drop_terminations: tuple[Literal["length", "turns", "tokens", "tools", "timeout"], ...] = ()
     """Episodes that ended for one of these reasons without failing are not trained; failed ones never are."""
     min_partial_tasks: int = Field(default=0, ge=0)
     """Rejection sampling: add batches to the step until so many of its tasks are solved by some rollouts and not by

@@ -54,6 +54,19 @@ class WorkflowError(HeadraceError, RuntimeError):
     """User code failed: a workflow or a judger, which fails the episode; or a grouping hook, which ends the run."""
 
 
+class BudgetExceededError(WorkflowError):
+    """An episode has used up its turns, tokens or tool calls. It ends there; a workflow may catch it."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+        """The termination reason of the episode."""
+
+
+class InfrastructureError(HeadraceError, RuntimeError):
+    """Something that an episode needs (a server, a sandbox) is out of order: the episode is tried again."""
+
+
 class LedgerError(HeadraceError, RuntimeError):
     """The durable record of the run cannot be written or read."""
 
@@ -71,3 +84,22 @@ def boundary(error: type[HeadraceError], doing: str, catch: type[Exception] = Ex
         raise
     except catch as cause:
         raise error(f"{doing}: {type(cause).__name__}: {cause}") from cause
+
+
+_OUT_OF_ORDER = {  # package and class, by name: none of these packages is needed here
+    ("httpx", "TransportError"),
+    ("httpx2", "TransportError"),
+    ("openai", "APIConnectionError"),
+    ("openai", "InternalServerError"),
+    ("anthropic", "APIConnectionError"),
+    ("anthropic", "InternalServerError"),
+    ("aiohttp", "ClientConnectionError"),
+    ("requests", "ConnectionError"),
+}
+
+
+def is_infrastructure(error: BaseException) -> bool:
+    """Whether something failed that has nothing to do with what was said, and may work at the next attempt."""
+    if isinstance(error, (InfrastructureError, ConnectionError, TimeoutError)):
+        return True
+    return any((kind.__module__.partition(".")[0], kind.__name__) in _OUT_OF_ORDER for kind in type(error).__mro__)

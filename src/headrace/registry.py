@@ -24,6 +24,8 @@ _BUILTIN: dict[str, dict[str, str]] = {
         "single_turn": "headrace.agents.workflow:single_turn",
         "demonstration": "headrace.agents.workflow:demonstration",
         "preference": "headrace.agents.workflow:preference",
+        "tool_agent": "headrace.agents.tools:ToolAgent",
+        "environment": "headrace.agents.environment:EnvironmentLoop",
     },
     "grouping": {"by_step": "headrace.pipeline.buffer:group_by_step"},
     "judger": {"countdown": "headrace.judge.countdown:CountdownJudger"},
@@ -84,6 +86,7 @@ _EXTRA_OF_PACKAGE = {
     "gguf": "gguf",
     "matplotlib": "plot",
     "pyarrow": "parquet",
+    "mcp": "mcp",
 }
 
 _registered: dict[tuple[str, str], Any] = {}

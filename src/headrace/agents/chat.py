@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from headrace.agents.messages import ToolSchema, normal, same_reply, split_tool_calls, written_out
 from headrace.data.episode import ModelOutput, Step
 from headrace.data.task import Message
 from headrace.engine.base import Generation
@@ -22,10 +23,11 @@ class ChatTemplate:
             raise ModelError("the model's tokenizer has no chat template; use an instruction-tuned model")
         self._tokenizer = tokenizer
         self._eos_text: str = tokenizer.eos_token or ""
+        self._knows_tools = "tools" in str(tokenizer.chat_template)
 
-    def render(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> tuple[int, ...]:
         """Prompt ids of a conversation, ready for the assistant's reply."""
-        return self.encode(self._text(messages))
+        return self.encode(self._text(normal(messages), tools))
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Ids of template text; adds no special tokens of its own."""
@@ -36,34 +38,66 @@ class ChatTemplate:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
     def extend(
-        self, before: Sequence[Message], output: ModelOutput, messages: Sequence[Message]
+        self,
+        before: Sequence[Message],
+        output: ModelOutput,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema] = (),
     ) -> tuple[int, ...] | None:
         """Prompt ids for `messages` that begin with the exact ids of `before` and its reply.
 
-        None if the messages do not extend that conversation.
+        None if the messages do not extend that conversation, or the template would show it otherwise from now on.
         """
-        if len(messages) <= len(before) or list(messages[: len(before)]) != list(before):
+        size = len(before)
+        if len(messages) <= size:
             return None
-        whole = self._text(messages)
-        head = self._text(before) + output.text
+        before, messages = normal(before), normal(messages)
+        if messages[:size] != before:
+            return None
+        prompt, whole = self._text(before, tools), self._text(messages, tools)
+        tail = self._after_text(prompt, output, messages[size], whole)
+        if tail is None and same_reply(messages[size], *normal([output.message])):
+            tail = self._after_turn(prompt, output, self._text(messages[: size + 1], tools, generate=False), whole)
+        return None if tail is None else (*output.prompt_ids, *output.completion_ids, *self.encode(tail))
+
+    def _after_text(self, prompt: str, output: ModelOutput, reply: Message, whole: str) -> str | None:
+        """What comes after the reply, if the template shows it letter for letter."""
+        head = prompt + output.text
         if not whole.startswith(head):
             return None
         tail, end = whole[len(head) :], self._sampled_end(output)
         if tail.startswith(end):
-            tail = tail[len(end) :]
-        elif messages[len(before)].get("content") not in (output.content, output.text):
+            return tail[len(end) :]
+        if reply.get("content") not in (output.content, output.text):
             return None  # the workflow wrote on after a reply that had ended
-        return (*output.prompt_ids, *output.completion_ids, *self.encode(tail))
+        return tail
 
-    def parse(self, generation: Generation, stop: Sequence[str] = (), call: int = 0) -> ModelOutput:
-        """Text, content and reasoning of the generation of a call; its ids stay as they were sampled."""
+    def _after_turn(self, prompt: str, output: ModelOutput, turn: str, whole: str) -> str | None:
+        """What comes after the reply, if the template writes it in its own way (trimmed, a tool call's spaces)."""
+        if not (turn.startswith(prompt) and whole.startswith(turn)):
+            return None  # earlier turns look different from here on: reasoning is stripped, for example
+        shown = turn[len(prompt) :]
+        if output.reasoning and output.reasoning.strip() not in shown:
+            return None
+        end = self._sampled_end(output)
+        at = shown.rfind(end or self._eos_text)
+        if at < 0 or not (end or self._eos_text):
+            return None
+        return shown[at + len(end) :] + whole[len(turn) :]
+
+    def parse(
+        self, generation: Generation, stop: Sequence[str] = (), call: int = 0, tools: Sequence[ToolSchema] = ()
+    ) -> ModelOutput:
+        """Text, content, reasoning and tool calls of a generation; its ids stay as they were sampled."""
         text = self.decode(generation.completion_ids)
         cut = min((at for at in (text.find(word) for word in stop) if at >= 0), default=len(text))
         text = text[:cut]
         reasoning, content = _split_reasoning(text, self._opens_thinking(generation.prompt_ids))
+        content, tool_calls = split_tool_calls(content, tools, call) if tools else (content, ())
         return ModelOutput(
             text=text,
             content=content,
+            tool_calls=tool_calls,
             reasoning=reasoning,
             prompt_ids=generation.prompt_ids,
             completion_ids=generation.completion_ids,
@@ -78,6 +112,7 @@ class ChatTemplate:
     def demonstration(self, messages: Sequence[Message]) -> list[Step]:
         """One Step per assistant turn of a given conversation, its ids rendered with the template."""
         steps: list[Step] = []
+        messages = normal(messages)
         ids: tuple[int, ...] = ()
         done = ""
         for index, message in enumerate(messages):
@@ -108,9 +143,17 @@ class ChatTemplate:
         last = output.completion_ids[-1:]
         return "" if self.decode(last) else self._tokenizer.decode(list(last))
 
-    def _text(self, messages: Sequence[Message], generate: bool = True) -> str:
+    def _text(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = (), generate: bool = True) -> str:
+        """The conversation as the model reads it; the messages are in normal form."""
+        shown: dict[str, Any] = {}
+        if not self._knows_tools:
+            messages = written_out(messages, tools)
+        elif tools:
+            shown = {"tools": list(tools)}
         with boundary(DataError, "the chat template cannot render the messages"):
-            return self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generate)
+            return self._tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=generate, **shown
+            )
 
 
 def _split_reasoning(text: str, opened: bool) -> tuple[str | None, str]:

@@ -7,21 +7,25 @@ tokenised again. A history that was changed (compaction, stripped thinking) star
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from headrace.agents.budget import Budget, Spending
 from headrace.agents.chat import ChatTemplate
+from headrace.agents.messages import ToolSchema
 from headrace.agents.record import DivergedReplay, EpisodeRecord, NoRecord, call_digest, tool_digest
+from headrace.agents.store import Store, Values, ValuesInMemory
 from headrace.data.episode import FinishReason, ModelOutput, OwnedMessages, Step, Trajectory
 from headrace.data.seeds import derive_seed
 from headrace.data.task import Message
 from headrace.engine.base import Generates, Generation, SamplingParams
 from headrace.errors import EngineError, HeadraceError, PromptTooLongError, WorkflowError
+from headrace.threads import call_anyhow
 
 T = TypeVar("T")
+Answered = dict[int, tuple[ModelOutput, Step] | None]
 
 
 class Model:
@@ -38,15 +42,21 @@ class Model:
         seed: int,
         training: bool = True,
         record: EpisodeRecord | None = None,
+        budget: Budget | None = None,
+        values: Values | None = None,
     ) -> None:
         self._engine = engine
         self._template = chat
         self._sampling = sampling
         self._seed = seed
         self._record = record or NoRecord()
+        self.store = Store(values or ValuesInMemory(), self.recorded)
+        """What episodes remember for each other."""
+        self.spending = Spending(budget or Budget())
+        """What the episode has used of its budget."""
         self._calls = self._results = 0
         # by role and number, in the order in which the calls began; None until the answer is there
-        self._answered: dict[str, dict[int, tuple[ModelOutput, Step] | None]] = {}
+        self._answered: dict[str, Answered] = {}
         self.diverged_prefixes = 0
         self.failure: EngineError | None = None
         """What the engine failed with; it ends the run, whatever the workflow makes of it."""
@@ -54,9 +64,12 @@ class Model:
         """Called when the workflow does not do again what is recorded: to cancel it, whatever it makes of that."""
         self.training = training
 
-    async def chat(self, messages: Sequence[Message], role: str = "agent", **sampling: Any) -> ModelOutput:
+    async def chat(
+        self, messages: Sequence[Message], role: str = "agent", tools: Sequence[ToolSchema] = (), **sampling: Any
+    ) -> ModelOutput:
         """Sample a reply to the conversation. `role` names the trajectory that the call belongs to.
 
+        `tools` are what the model may call, as OpenAI's function schemas; the reply's `tool_calls` are what it calls.
         Keyword arguments (`temperature`, `top_p`, `top_k`, `max_tokens`, `stop`, …) go over the run's own settings.
         """
         if isinstance(sampling.get("stop"), str):
@@ -64,14 +77,18 @@ class Model:
         params = replace(self._sampling, **sampling) if sampling else self._sampling
         history = OwnedMessages.copy_of(messages)  # at once: the workflow may change its list while the model answers
         answered = self._answered.setdefault(role, {})
-        prompt_ids = self._prompt_ids(answered, history)
+        prompt_ids = self._prompt_ids(answered, history, tools)
+        params = self.spending.take_turn(params)
         call, self._calls = self._calls, self._calls + 1
         answered[call] = None  # its place: of calls side by side, a late answer stands where it was asked for
         try:
-            output = await self._answer(prompt_ids, params, call, role, history)
+            output = await self._answer(prompt_ids, params, call, role, history, tools)
         except BaseException:
             del answered[call]  # the conversation goes on from the answer before
             raise
+        finally:
+            self.spending.end_turn(params)
+        self.spending.sampled(output, params)
         answered[call] = (output, Step.from_model_output(output, history))
         return output
 
@@ -80,12 +97,11 @@ class Model:
 
         What it returns must be data that JSON can hold: that is what the record keeps, and what is returned.
         """
+        self.spending.take_tool_call()
         name = getattr(function, "__name__", type(function).__name__)
 
         async def call() -> Any:
-            if inspect.iscoroutinefunction(function):
-                return await function(*arguments, **named)
-            return await asyncio.to_thread(function, *arguments, **named)
+            return await call_anyhow(function, *arguments, **named)
 
         return await self.recorded("tool", name, [arguments, named], call)
 
@@ -106,8 +122,9 @@ class Model:
         return payload
 
     async def _answer(
-        self, prompt_ids: tuple[int, ...], params: SamplingParams, call: int, role: str, history: OwnedMessages
-    ) -> ModelOutput:
+        self, prompt_ids: tuple[int, ...], params: SamplingParams, call: int, role: str, history: OwnedMessages,
+        tools: Sequence[ToolSchema],
+    ) -> ModelOutput:  # fmt: skip
         """What was recorded for this call, or what the engine samples now."""
         seed = derive_seed(self._seed, call)
         digest = call_digest(prompt_ids, params, seed, role) if self._record.keeps else ""
@@ -116,7 +133,7 @@ class Model:
             await asyncio.sleep(0)  # as a live call would: others may go on
             return known
         generation = await self._generate(prompt_ids, params, seed)
-        output = self._template.parse(generation, stop=params.stop or (), call=call)
+        output = self._template.parse(generation, params.stop or (), call, tools)
         self._record.called(output, role, seed, digest, history)
         return output
 
@@ -154,17 +171,15 @@ class Model:
         """Steps whose responses are the assistant turns of a given conversation: nothing is sampled."""
         return self._template.demonstration(messages)
 
-    def _prompt_ids(
-        self, answered: dict[int, tuple[ModelOutput, Step] | None], messages: OwnedMessages
-    ) -> tuple[int, ...]:
-        if not answered:
-            return self._template.render(messages)
-        last = next(reversed(answered.values()))
-        extended = self._template.extend(last[1].messages, last[0], messages) if last else None
-        if extended is None:
-            self.diverged_prefixes += 1
-            return self._template.render(messages)
-        return extended
+    def _prompt_ids(self, answered: Answered, messages: OwnedMessages, tools: Sequence[ToolSchema]) -> tuple[int, ...]:
+        """The ids of the longest conversation so far that the messages go on with, and those of the new messages."""
+        earlier = [pair for pair in reversed(answered.values()) if pair is not None]
+        for output, step in sorted(earlier, key=lambda pair: -len(pair[1].messages)):
+            extended = self._template.extend(step.messages, output, messages, tools)
+            if extended is not None:
+                return extended
+        self.diverged_prefixes += bool(answered)
+        return self._template.render(messages, tools)
 
 
 def hit_limit(output: ModelOutput) -> bool:

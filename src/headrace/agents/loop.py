@@ -10,24 +10,28 @@ import os
 import sysconfig
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from headrace.agents.budget import Budget
 from headrace.agents.chat import ChatTemplate
 from headrace.agents.completer import Model
 from headrace.agents.record import EpisodeRecord, Journal, NoJournal
-from headrace.agents.workflow import Outcome, RunFunction, is_no_room, until_no_room
+from headrace.agents.store import Values, ValuesInMemory
+from headrace.agents.workflow import Outcome, RunFunction, limit_met, until_no_room
 from headrace.data.episode import Episode, FinishReason, TerminationReason, Trajectory, is_number
 from headrace.data.seeds import derive_seed
 from headrace.data.task import Task
 from headrace.engine.base import Generates, SamplingParams
-from headrace.errors import EngineError, LedgerError, PromptTooLongError, WorkflowError
+from headrace.errors import EngineError, LedgerError, PromptTooLongError, WorkflowError, is_infrastructure
 from headrace.judge.base import Judger, Verdict
+from headrace.threads import call_anyhow
 
 log = logging.getLogger("headrace")
 
+_PAUSE_S = 0.25  # doubled before each retry
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
@@ -42,8 +46,18 @@ class RolloutSpec:
     seed: int
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What bounds episodes: how many at once, for how long, with what budget, and how often one is tried again."""
+
+    max_concurrent: int = 256
+    timeout_s: float = 600.0
+    budget: Budget = field(default_factory=Budget)
+    retries: int = 2
+
+
 class AgentLoopManager:
-    """Rolls tasks out, at most `max_concurrent` at once. A failure in user code fails that episode only."""
+    """Rolls tasks out, so many at once as the limits allow. A failure in user code fails that episode only."""
 
     def __init__(
         self,
@@ -51,8 +65,7 @@ class AgentLoopManager:
         engine: Generates,
         chat: ChatTemplate,
         judger: Judger | None,
-        max_concurrent: int = 256,
-        timeout_s: float = 600.0,
+        limits: Limits | None = None,
         needs_reward: Callable[[str], bool] = lambda role: True,
         training: bool = True,
         journal: Journal | None = None,
@@ -61,11 +74,13 @@ class AgentLoopManager:
         self._engine = engine
         self._chat = chat
         self._judger = judger
-        self._timeout_s = timeout_s
+        self._limits = limits = limits or Limits()
         self._needs_reward = needs_reward
         self._training = training
         self.journal = journal or NoJournal()
-        self._places = asyncio.Semaphore(max_concurrent)
+        self.values: Values = ValuesInMemory()
+        """What episodes remember for each other."""
+        self._places = asyncio.Semaphore(limits.max_concurrent)
 
     async def roll_out_group(
         self, task: Task, group_id: int, count: int, seed: int, sampling: SamplingParams,
@@ -94,22 +109,39 @@ class AgentLoopManager:
         """
         async with self._places:
             record = self.journal.open(spec.group_id, spec.rollout_idx, spec.seed)
-            episode = await self._attempt(spec, sampling, record)
-            while record.diverged or record.unused:
-                log.warning(
-                    "the workflow did not do again what it did before the crash: the episode of task %s is restarted",
-                    spec.task.id,
-                )
+            retries = 0
+            while True:
+                episode, broke = await self._attempt(spec, sampling, record)
+                if record.diverged or record.unused:
+                    why = "the workflow did not do again what it did before the crash"
+                elif broke and retries < self._limits.retries:
+                    why, retries = str(episode.error), retries + 1
+                    await asyncio.sleep(_PAUSE_S * 2**retries)
+                else:
+                    break
+                log.warning("the episode of task %s is restarted: %s", spec.task.id, why)
                 record = self.journal.restart(record)
-                episode = await self._attempt(spec, sampling, record)
             if episode.attempt != record.attempt:
                 episode = replace(episode, attempt=record.attempt)
             record.finished(episode)
             return episode
 
-    async def _attempt(self, spec: RolloutSpec, sampling: SamplingParams, record: EpisodeRecord) -> Episode:
-        model = Model(self._engine, self._chat, sampling, spec.seed, self._training, record)
-        deadline = asyncio.timeout(self._timeout_s)
+    async def close(self) -> None:
+        """Let workflow and judger give back what they hold."""
+        for holder in (getattr(self._run, "__self__", None), self._judger):
+            close = getattr(holder, "close", None)
+            if callable(close):
+                await call_anyhow(close)
+
+    async def _attempt(
+        self, spec: RolloutSpec, sampling: SamplingParams, record: EpisodeRecord
+    ) -> tuple[Episode, bool]:
+        """The episode, and whether it failed for a reason that may be gone at the next attempt."""
+        values = self.values if self._training else ValuesInMemory(self.values)
+        model = Model(
+            self._engine, self._chat, sampling, spec.seed, self._training, record, self._limits.budget, values
+        )
+        deadline = asyncio.timeout(self._limits.timeout_s)
         try:
             async with deadline:
                 model.give_up = lambda: deadline.reschedule(asyncio.get_running_loop().time())
@@ -118,18 +150,19 @@ class AgentLoopManager:
                 if model.failure is not None:  # which the workflow has caught
                     raise model.failure
                 episode = _to_episode(outcome, model, spec)
-                return await self._judge(spec.task, episode, model)
+                return await self._judge(spec.task, episode, model), False
         except (Exception, asyncio.CancelledError) as error:
             _raise_if_not_the_users(model.failure or error)
             if deadline.expired():
-                return _failed(spec, model, TerminationReason.TIMEOUT, f"took longer than {self._timeout_s:g} s")
+                late = f"took longer than {self._limits.timeout_s:g} s"
+                return _failed(spec, model, TerminationReason.TIMEOUT, late), False
             # user code: the episode fails, its siblings and the run go on
-            reason = TerminationReason.LENGTH if is_no_room(error) else TerminationReason.ERROR
+            reason = limit_met(error) or TerminationReason.ERROR
             while isinstance(error, BaseExceptionGroup):  # of a TaskGroup in the workflow
                 error = error.exceptions[0]
             if not record.diverged:
                 log.warning("episode of task %s failed: %s", spec.task.id, _user_line(error))
-            return _failed(spec, model, reason, f"{type(error).__name__}: {error}")
+            return _failed(spec, model, reason, f"{type(error).__name__}: {error}"), is_infrastructure(error)
 
     async def _judge(self, task: Task, episode: Episode, model: Model) -> Episode:
         if episode.failed:
@@ -201,7 +234,7 @@ def _to_episode(outcome: Outcome, model: Model, spec: RolloutSpec) -> Episode:
     else:
         trajectories = _to_trajectories(outcome, model)
         cut = any(t.steps and t.steps[-1].finish_reason != FinishReason.STOP for t in trajectories)
-        reason = TerminationReason.LENGTH if cut else TerminationReason.DONE
+        reason = model.spending.met or (TerminationReason.LENGTH if cut else TerminationReason.DONE)
         episode = Episode(trajectories=tuple(trajectories), termination=reason, metrics=diverged, **identity)
     if not episode.failed and not any(t.steps for t in episode.trajectories):
         raise WorkflowError("the workflow made no model call and returned no steps, so there is nothing to train")

@@ -15,7 +15,7 @@ from typing import Any, Protocol, SupportsFloat
 from headrace.agents.completer import Model
 from headrace.data.episode import Episode, Step, TerminationReason, Trajectory, is_number
 from headrace.data.task import Message, Task
-from headrace.errors import ConfigError, DataError, PromptTooLongError
+from headrace.errors import BudgetExceededError, ConfigError, DataError, PromptTooLongError
 from headrace.registry import call_with
 
 Outcome = Episode | Trajectory | list[Trajectory] | SupportsFloat | None
@@ -99,21 +99,24 @@ def _with_teacher_prompts(outcome: Outcome, task: Task, model: Model, prompt: An
 
 
 async def until_no_room(run: RunFunction, task: Task, model: Model) -> Outcome:
-    """What `run` returns or, if a prompt outgrows the model on the way, an episode of what was said until then."""
+    """What `run` returns or, if a limit is met on the way, an episode of what was said until then."""
     try:
         return await run(task, model)
-    except (PromptTooLongError, BaseExceptionGroup) as error:
-        said = model.trajectories()
-        if not said or not is_no_room(error):
+    except (PromptTooLongError, BudgetExceededError, BaseExceptionGroup) as error:
+        said, limit = model.trajectories(), limit_met(error)
+        if not said or limit is None:
             raise
-        return Episode(task.id, tuple(said), termination=TerminationReason.LENGTH)
+        return Episode(task.id, tuple(said), termination=limit)
 
 
-def is_no_room(error: BaseException) -> bool:
-    """Whether a prompt that was too long is all that went wrong, also inside a TaskGroup of the workflow."""
+def limit_met(error: BaseException) -> TerminationReason | None:
+    """Which limit ended the episode, if that is all that went wrong, also inside a TaskGroup of the workflow."""
     if isinstance(error, BaseExceptionGroup):
-        return all(is_no_room(inner) for inner in error.exceptions)
-    return isinstance(error, PromptTooLongError)
+        limits = [limit_met(inner) for inner in error.exceptions]
+        return None if None in limits else limits[0]
+    if isinstance(error, BudgetExceededError):
+        return TerminationReason(error.reason)
+    return TerminationReason.LENGTH if isinstance(error, PromptTooLongError) else None
 
 
 def as_run_function(workflow: Any, args: dict[str, Any]) -> RunFunction:

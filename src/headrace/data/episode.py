@@ -23,12 +23,13 @@ class FinishReason(StrEnum):
 
 
 class TerminationReason(StrEnum):
-    """Why an episode ended. TURNS and TOKENS are for workflows that have such limits and say so."""
+    """Why an episode ended. TURNS, TOKENS and TOOLS are budgets (of the run file, or of the workflow itself)."""
 
     DONE = "done"
     LENGTH = "length"  # a reply was cut by a token limit, or a prompt outgrew the model
     TURNS = "turns"
     TOKENS = "tokens"
+    TOOLS = "tools"
     TIMEOUT = "timeout"
     ERROR = "error"
 

@@ -6,7 +6,7 @@ i + 1, which the model predicts from tokens 0..i.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,7 +111,7 @@ def _advantages(step: Step) -> list[float]:
 
 
 def merge_steps(trajectory: Trajectory, **identity: Any) -> list[Sample]:
-    """Rows of one trajectory: a Step whose prompt begins with the row so far extends it, else a new row begins.
+    """Rows of one trajectory: a Step whose prompt begins with a row so far extends it, else a new row begins.
 
     Masks come from lengths, not token values: a sampled end-of-sequence or padding id is a real token. Advantages are
     those of the Steps (0 where a Step has none yet); a list of another length than the response is an error.
@@ -133,16 +133,16 @@ def merge_steps(trajectory: Trajectory, **identity: Any) -> list[Sample]:
     ]
 
 
-def _rows(steps: Sequence[Step]) -> Iterator[_Row]:
-    row: _Row | None = None
+def _rows(steps: Sequence[Step]) -> list[_Row]:
+    rows: list[_Row] = []
     for step in steps:
         if not step.prompt_ids:
             raise DataError("a Step must have at least one prompt token: the first token of a row is never a target")
-        if row is not None and row.continues_with(step):
-            row.extend(step)
-            continue
-        if row is not None:
-            yield row
-        row = _Row(step)
-    if row is not None:
-        yield row
+        # any row: a role may hold several conversations in turns. The newest first, which it nearly always is
+        for row in reversed(rows):
+            if row.continues_with(step):
+                row.extend(step)
+                break
+        else:
+            rows.append(_Row(step))
+    return rows

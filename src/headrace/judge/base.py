@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from headrace.data.episode import Episode, is_number
 from headrace.data.task import Task
 from headrace.errors import ConfigError, WorkflowError
 from headrace.registry import call_with
+from headrace.threads import call_anyhow
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +44,7 @@ class FunctionJudger(Judger):
         self._function = function
 
     async def judge(self, task: Task, episode: Episode) -> Verdict:
-        if inspect.iscoroutinefunction(self._function):
-            score = await self._function(task, episode.text)
-        else:
-            score = await asyncio.to_thread(self._function, task, episode.text)
+        score = await call_anyhow(self._function, task, episode.text)
         if isinstance(score, Verdict):
             return score
         verdict = Verdict(score)
