@@ -56,9 +56,13 @@ class LengthJudger(Judger):
 
 
 def manager(
-    run: Any, engine: FakeEngine | None = None, judger: Judger | None = None, **limits: Any
+    run: Any,
+    engine: FakeEngine | None = None,
+    judger: Judger | None = None,
+    needs_reward: Callable[[str], bool] = lambda role: True,
+    **limits: Any,
 ) -> AgentLoopManager:
-    return AgentLoopManager(run, engine or FakeEngine(), char_chat(), judger, Limits(**limits))
+    return AgentLoopManager(run, engine or FakeEngine(), char_chat(), judger, Limits(**limits), needs_reward)
 
 
 async def roll_out(run: Any, engine: FakeEngine | None = None, judger: Judger | None = None, **limits: Any) -> Episode:

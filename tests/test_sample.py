@@ -154,30 +154,50 @@ def conversations(draw: st.DrawFn) -> list[Step]:
 
 @examples
 @given(conversations())
-def test_every_sampled_token_is_trained_exactly_once_and_in_order(steps: list[Step]) -> None:
-    sampled = rows(*steps)
-    assert sum(row.trained_tokens for row in sampled) == sum(len(s.response_ids) for s in steps)
-    assert [t for row in sampled for t in trained(row, row.tokens[1:])] == [t for s in steps for t in s.response_ids]
-    for values in ("logprobs", "advantages"):
-        kept = [value for row in sampled for value in trained(row, getattr(row, values))]
-        assert kept == [value for s in steps for value in s.logprobs or ()]
-    assert [v for row in sampled for v in trained(row, row.versions)] == [v for s in steps for v in s.versions or ()]
+def test_every_sampled_token_is_trained_exactly_once(steps: list[Step]) -> None:
+    kept = [
+        entry
+        for row in rows(*steps)
+        for entry in zip(
+            *(trained(row, values) for values in (row.logprobs, row.advantages, row.versions, row.tokens[1:])),
+            strict=True,
+        )
+    ]
+    sampled = [
+        entry
+        for s in steps
+        for entry in zip(s.logprobs or (), s.advantage or (), s.versions or (), s.response_ids, strict=True)
+    ]
+    assert sorted(kept) == sampled  # their marks tell them apart, and rise
+    for row in rows(*steps):
+        assert list(trained(row, row.logprobs)) == sorted(trained(row, row.logprobs))
 
 
 @examples
 @given(conversations())
 def test_every_sampled_token_stands_in_the_context_and_temperature_it_was_sampled_in(steps: list[Step]) -> None:
-    remaining = iter(rows(*steps))
-    row = next(remaining)
     for sampled in steps:
         start = len(sampled.prompt_ids)
         whole = (*sampled.prompt_ids, *sampled.response_ids)
-        while (
-            row.tokens[: len(whole)] != whole
-            or row.temperature != sampled.temperature
-            or not all(row.loss_mask[start - 1 : len(whole) - 1])
-        ):
-            row = next(remaining)  # StopIteration: no row holds this Step
+        assert any(
+            row.tokens[: len(whole)] == whole
+            and row.temperature == sampled.temperature
+            and row.logprobs[start - 1 : len(whole) - 1] == sampled.logprobs
+            for row in rows(*steps)
+        )
+
+
+def test_conversations_that_take_turns_are_a_row_each() -> None:
+    first, other = step([1], [2]), step([5], [6])
+    again, more = step([1, 2, 3], [4]), step([5, 6, 7], [8])
+    assert [row.tokens for row in rows(first, other, again, more)] == [(1, 2, 3, 4), (5, 6, 7, 8)]
+
+
+def test_two_replies_to_the_same_prompt_are_a_row_each() -> None:
+    assert [row.tokens for row in rows(step([1], [2]), step([1], [3]), step([1, 2, 4], [5]))] == [
+        (1, 2, 4, 5),
+        (1, 3),
+    ]
 
 
 @examples
