@@ -17,7 +17,7 @@ from headrace.errors import LedgerError
 
 _EXACT = "$exact"
 _RAW, _DEFLATED = b"\0", b"\1"
-_WORTH_DEFLATING = 96  # bytes; below, the deflated form is no smaller
+_WORTH_DEFLATING = 1024  # bytes; below, what is saved is not worth the time
 _LENGTH = struct.Struct("<I")
 _SMALL = 1 << 13  # bytes, up to which a window of 4 KB does, which is set up three times faster than one of 32 KB
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))

@@ -14,18 +14,15 @@ from typing import Any
 
 from headrace.data.episode import Episode
 from headrace.data.ledger.bodies import Base, pack_call, pack_episode, pack_prompt, unpack_prompt
-from headrace.data.ledger.columns import FIGURES, figures, stored_text, unstorable
+from headrace.data.ledger.columns import figures, stored_text, unstorable
 from headrace.data.ledger.pack import pack_value, to_json
+from headrace.data.ledger.pending import BODY, CALLED, EVALUATED, FINISHED, RESULTED, STARTED, PendingRows
 from headrace.data.ledger.reader import LedgerReader
 from headrace.data.ledger.records import CallRecord, EpisodeState, GroupState, ResultRecord
 from headrace.errors import LedgerError
 
 Rollout = tuple[int, int, int]
 """Group id, rollout index, attempt."""
-
-_SET_FIGURES = ", ".join(f"{name} = ?" for name in FIGURES)
-_EVAL_COLUMNS = ("evaluation_id", "task_id", "source", "group_id", "rollout_idx", "attempt", *FIGURES, "body")
-_PLACES_FOR_EVAL = ", ".join("?" * len(_EVAL_COLUMNS))
 
 
 @dataclass(slots=True)
@@ -34,6 +31,7 @@ class _Attempt:
 
     episode_id: int
     calls: dict[int, CallRecord] = field(default_factory=dict)
+    results: set[int] = field(default_factory=set)
     last_of_role: dict[str, Base] = field(default_factory=dict)
 
     def add(self, record: CallRecord) -> None:
@@ -48,6 +46,9 @@ class Recorder:
         self._connection = connection
         self._execute = connection.execute
         self._reader = LedgerReader(connection, path)
+        self._pending = PendingRows(connection)
+        (self._last_episode_id,) = self._execute("SELECT coalesce(max(episode_id), 0) FROM episodes").fetchone()
+        self._fresh: dict[int, set[int]] = {}  # undecided groups of this process: their rollouts that have begun
         self._attempts: dict[Rollout, _Attempt] = {}
         self._prompts: dict[int, Base] = {}
         self._tasks: dict[int, tuple[Any, str]] = {}
@@ -56,7 +57,8 @@ class Recorder:
         self._process_id: int | None = None
 
     def before_commit(self) -> None:
-        """Bring the counts up to date, in the transaction of what they count."""
+        """Write what waits, and bring the counts up to date, in the transaction of what they count."""
+        self._pending.write()
         rows = [(source, ending, count) for (source, ending), count in self._counted.items()]
         self._connection.executemany(
             "INSERT INTO counts VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET episodes = episodes + excluded.episodes",
@@ -90,6 +92,7 @@ class Recorder:
         )
         if done.rowcount:
             self._counted[stored_text(source), "dispatched"] += size
+            self._fresh[group_id] = set()
             return
         recorded = self._execute(
             "SELECT epoch, place, task_id, source, size FROM groups WHERE group_id = ?", (group_id,)
@@ -102,15 +105,17 @@ class Recorder:
 
     def started(self, rollout: Rollout, seed: int) -> None:
         group_id, rollout_idx, attempt = rollout
-        done = self._execute(
-            "INSERT INTO episodes (group_id, rollout_idx, attempt, state, seed) VALUES (?, ?, ?, ?, ?) "
-            "ON CONFLICT DO NOTHING",
-            (*rollout, EpisodeState.RUNNING, seed),
-        )
-        if done.rowcount:
-            assert done.lastrowid is not None
-            self._attempts[rollout] = _Attempt(done.lastrowid)
-        if done.rowcount and attempt:
+        begun = self._fresh.get(group_id)
+        if attempt == 0 and begun is not None and rollout_idx not in begun:
+            begun.add(rollout_idx)
+            self._last_episode_id += 1
+            self._pending.add(STARTED, (self._last_episode_id, *rollout, EpisodeState.RUNNING, seed))
+            self._attempts[rollout] = _Attempt(self._last_episode_id)
+            return
+        is_new = self._insert_episode(rollout, seed)
+        if is_new:
+            self._attempts[rollout] = _Attempt(self._last_episode_id)
+        if is_new and attempt:
             given_up = self._execute(
                 "UPDATE episodes SET state = ? WHERE group_id = ? AND rollout_idx = ? AND attempt < ? AND state = ?",
                 (EpisodeState.RESTARTED, group_id, rollout_idx, attempt, EpisodeState.RUNNING),
@@ -121,6 +126,8 @@ class Recorder:
 
     def called(self, rollout: Rollout, record: CallRecord) -> None:
         attempt, output = self._attempt(rollout), record.output
+        if record.call in attempt.calls:
+            raise _recorded_before(f"call {record.call}", rollout)
         base = attempt.last_of_role.get(record.role) or self._first_prompt(rollout[0], record)
         row = (
             attempt.episode_id,
@@ -135,31 +142,24 @@ class Recorder:
             output.temperature,
             pack_call(record, base),
         )
-        try:
-            self._execute("INSERT INTO calls VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
-        except sqlite3.IntegrityError:
-            raise _recorded_before(f"call {record.call}", rollout) from None
+        self._pending.add(CALLED, row)
         attempt.add(record)
 
     def resulted(self, rollout: Rollout, result: ResultRecord) -> None:
-        row = (self._attempt(rollout).episode_id, result.number, result.kind, stored_text(result.name))
-        try:
-            self._execute(
-                "INSERT INTO results VALUES (NULL, ?, ?, ?, ?, ?, ?)", (*row, result.request_digest, result.payload)
-            )
-        except sqlite3.IntegrityError:
-            raise _recorded_before(f"result {result.number}", rollout) from None
+        attempt = self._attempt(rollout)
+        if result.number in attempt.results:
+            raise _recorded_before(f"result {result.number}", rollout)
+        attempt.results.add(result.number)
+        row = (attempt.episode_id, result.number, result.kind, stored_text(result.name))
+        self._pending.add(RESULTED, (*row, result.request_digest, result.payload))
 
     def finished(self, episode: Episode, duration_s: float | None) -> None:
         rollout = (episode.group_id, episode.rollout_idx, episode.attempt)
         attempt = self._attempt(rollout)
         state = EpisodeState.FAILED if episode.failed else EpisodeState.FINISHED
-        self._execute(
-            f"UPDATE episodes SET state = ?, duration_s = ?, {_SET_FIGURES} WHERE episode_id = ?",
-            (state, duration_s, *figures(episode), attempt.episode_id),
-        )
+        self._pending.add(FINISHED, (attempt.episode_id, state, duration_s, *figures(episode)))
         body = pack_episode(episode, attempt.calls, unstorable(episode, *self._task(episode.group_id)))
-        self._execute("INSERT OR REPLACE INTO bodies VALUES (?, ?)", (attempt.episode_id, body))
+        self._pending.add(BODY, (attempt.episode_id, body))
         del self._attempts[rollout]
 
     # ---- decisions ------------------------------------------------------------------------------------------------
@@ -187,8 +187,8 @@ class Recorder:
         for ending, episodes in settled.items():
             self._counted[found[1], ending] += episodes
         if state.rank == 2:
-            self._prompts.pop(group_id, None)
-            self._tasks.pop(group_id, None)
+            for held in (self._prompts, self._tasks, self._fresh):
+                held.pop(group_id, None)
 
     def batch(
         self, step: int, version: int, group_ids: Sequence[int], again: Sequence[int], pieces: Sequence[int]
@@ -230,6 +230,7 @@ class Recorder:
         query = "SELECT evaluation_id FROM evaluations WHERE step = ? AND name = ?"
         old = self._execute(query, (step, name)).fetchone()
         if old is not None:  # made again after a crash
+            self._pending.write()
             self._execute("DELETE FROM eval_episodes WHERE evaluation_id = ?", old)
             self._execute("DELETE FROM evaluations WHERE evaluation_id = ?", old)
         done = self._execute(
@@ -240,15 +241,13 @@ class Recorder:
             task_id, source = stored_text(episode.task_id), stored_text(episode.source)
             place = (episode.group_id, episode.rollout_idx, episode.attempt)
             body = pack_episode(episode, {}, unstorable(episode, task_id, source))
-            self._execute(
-                f"INSERT INTO eval_episodes ({', '.join(_EVAL_COLUMNS)}) VALUES ({_PLACES_FOR_EVAL})",
-                (done.lastrowid, task_id, source, *place, *figures(episode), body),
-            )
+            self._pending.add(EVALUATED, (done.lastrowid, task_id, source, *place, *figures(episode), body))
 
     # ---- retention ------------------------------------------------------------------------------------------------
 
     def prune(self, before_step: int, keep_steps: int, keep: Collection[int]) -> None:
         """Delete what was said in groups that ended, or were last trained, before the step and too long ago."""
+        self._pending.write()
         limit = min(before_step, self._steps_made() - keep_steps)
         found = self._execute(
             "SELECT group_id FROM groups "
@@ -268,18 +267,28 @@ class Recorder:
     def _attempt(self, rollout: Rollout) -> _Attempt:
         """The episode in flight; one that an earlier process began is read back."""
         if rollout not in self._attempts:
-            self._execute(
-                "INSERT INTO episodes (group_id, rollout_idx, attempt, state) VALUES (?, ?, ?, ?) "
-                "ON CONFLICT DO NOTHING",
-                (*rollout, EpisodeState.RUNNING),
-            )
+            self._insert_episode(rollout, None)
+            self._fresh.get(rollout[0], set()).add(rollout[1])
             (episode_id,) = self._execute(
                 "SELECT episode_id FROM episodes WHERE group_id = ? AND rollout_idx = ? AND attempt = ?", rollout
             ).fetchone()
             self._attempts[rollout] = attempt = _Attempt(episode_id)
             for record in self._reader.calls(*rollout):
                 attempt.add(record)
+            numbers = self._execute("SELECT number FROM results WHERE episode_id = ?", (episode_id,))
+            attempt.results.update(number for (number,) in numbers)
         return self._attempts[rollout]
+
+    def _insert_episode(self, rollout: Rollout, seed: int | None) -> bool:
+        """Begin an episode that may be there already; whether it was not."""
+        self._pending.write()
+        done = self._execute(
+            "INSERT INTO episodes (episode_id, group_id, rollout_idx, attempt, state, seed) "
+            "VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
+            (self._last_episode_id + 1, *rollout, EpisodeState.RUNNING, seed),
+        )
+        self._last_episode_id += done.rowcount
+        return bool(done.rowcount)
 
     def _first_prompt(self, group_id: int, record: CallRecord) -> Base:
         """The prompt that the group's rollouts have in common, which is stored once: it is that of its first call."""
