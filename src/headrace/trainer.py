@@ -11,12 +11,13 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
-from contextlib import aclosing, closing, contextmanager
+from contextlib import AsyncExitStack, aclosing, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from headrace import memory
+from headrace.agents.store import StoredValues
 from headrace.alarms import Alarms
 from headrace.assembly import Tasks, assemble, resolve_objective
 from headrace.backends.base import Publication
@@ -27,7 +28,7 @@ from headrace.data.account import Account
 from headrace.errors import DataError, EngineError
 from headrace.evaluator import under
 from headrace.handout import HandOut
-from headrace.journal import RunJournal, in_pieces, open_journal
+from headrace.journal import in_pieces, open_journal
 from headrace.learner import Learner
 from headrace.metrics import Reducer
 from headrace.pipeline.buffer import FinishedGroup, TrajectoryGroupBuffer
@@ -110,23 +111,26 @@ class UnifiedTrainer:
             self._parts = await asyncio.to_thread(assemble, self.config, *self._given)
             self.engine = self._parts.engine
             self._alarms = Alarms(self.config, self._trackers.message)
-            self._checkpoints: CheckpointWriter | None = None
-            self._journal = RunJournal(None)
-            try:
-                self._journal = open_journal(self._run_dir, self.config)
+            async with AsyncExitStack() as held:  # closed in the opposite order, all of it, whatever fails
+                held.push_async_callback(self._parts.backend.close)
+                held.push_async_callback(self._parts.engine.close)
+                self._journal = held.enter_context(closing(open_journal(self._run_dir, self.config)))
+                held.callback(self._trackers.close)
+                values = held.enter_context(closing(StoredValues(self._run_dir / "store.sqlite")))
+                for manager in (self._parts.manager, self._parts.eval_manager):
+                    manager.values = values
+                    held.push_async_callback(manager.close)
                 self._checkpoints = CheckpointWriter(self._run_dir, self._parts.backend, self.config)
-                with _on_interrupt(self._interrupted), memory.frozen():
-                    await self._train()
-            except BaseExceptionGroup as group:
-                raise _first_error(group) from None
-            finally:
-                if self._checkpoints is not None:
-                    await self._checkpoints.close()
-                self._trackers.close()
-                self._journal.close()
-                await self._parts.engine.close()
-                await self._parts.backend.close()
+                held.push_async_callback(self._checkpoints.close)
+                await self._train_interruptibly()
         return self._finish()
+
+    async def _train_interruptibly(self) -> None:
+        try:
+            with _on_interrupt(self._interrupted), memory.frozen():
+                await self._train()
+        except BaseExceptionGroup as group:
+            raise _first_error(group) from None
 
     async def _train(self) -> None:
         config, notes = self.config, list(self._claim.notes)
@@ -438,7 +442,6 @@ class UnifiedTrainer:
                 "untold_evaluation": self._evaluations_of.untold,
             },
         )
-        assert self._checkpoints is not None
         await self._journal.flushed()  # what a checkpoint contains is not made again: it must not be missing
         last = self._stop_requested or self.step >= self.config.trainer.steps
         await self._checkpoints.save(state, last, self._evaluating)

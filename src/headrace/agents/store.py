@@ -26,23 +26,32 @@ class Values(Protocol):
 
 
 class StoredValues:
-    """Values in a SQLite file."""
+    """Values in a SQLite file, which is made when the first is written."""
 
     def __init__(self, path: Path) -> None:
-        self._database = sqlite3.connect(path, isolation_level=None)
-        self._database.execute("PRAGMA journal_mode = WAL")
-        self._database.execute("PRAGMA synchronous = NORMAL")
-        self._database.execute("CREATE TABLE IF NOT EXISTS store (key TEXT PRIMARY KEY, value TEXT NOT NULL)")
+        self._path = path
+        self._opened: sqlite3.Connection | None = None
 
     def get(self, key: str) -> Any:
-        found = self._database.execute("SELECT value FROM store WHERE key = ?", (key,)).fetchone()
+        if self._opened is None and not self._path.exists():
+            return None
+        found = self._database().execute("SELECT value FROM store WHERE key = ?", (key,)).fetchone()
         return None if found is None else json.loads(found[0])
 
     def put(self, key: str, value: Any) -> None:
-        self._database.execute("INSERT OR REPLACE INTO store VALUES (?, ?)", (key, json.dumps(value)))
+        self._database().execute("INSERT OR REPLACE INTO store VALUES (?, ?)", (key, json.dumps(value)))
 
     def close(self) -> None:
-        self._database.close()
+        if self._opened is not None:
+            self._opened.close()
+
+    def _database(self) -> sqlite3.Connection:
+        if self._opened is None:
+            self._opened = sqlite3.connect(self._path, isolation_level=None)
+            self._opened.execute("PRAGMA journal_mode = WAL")
+            self._opened.execute("PRAGMA synchronous = NORMAL")
+            self._opened.execute("CREATE TABLE IF NOT EXISTS store (key TEXT PRIMARY KEY, value TEXT NOT NULL)")
+        return self._opened
 
 
 class ValuesInMemory:
