@@ -18,6 +18,7 @@ from headrace.config import EvalSet, RolloutSection
 from headrace.data.episode import Episode, Step, Trajectory
 from headrace.data.task import Task
 from headrace.engine.base import SamplingParams
+from headrace.errors import WorkflowError
 from headrace.evaluator import Evaluator, bootstrap_interval, evaluation_metrics, pass_at_k, wilson_interval
 from headrace.judge.base import FunctionJudger
 
@@ -202,3 +203,91 @@ async def test_several_sets_are_reported_by_name_and_progress_is_told() -> None:
     metrics = await Evaluator(sets, RolloutSection(), 0).evaluate(manager(), lambda *args: told.append(args))
     assert {key.split("/")[1] for key in metrics} == {"one", "two"}
     assert told == [(name, done, 4) for name in ("one", "two") for done in (1, 2, 3, 4)]
+
+
+# ---- failures, settings of sets, metrics of one's own ----------------------------------------------------------------
+
+
+async def test_one_episode_in_ten_that_fails_is_reported_exactly_and_wrong() -> None:
+    tasks = [Task(str(i), instruction="Say b.", answer="b") for i in range(50)]
+
+    async def run(task: Task, model: Model) -> None:
+        await model.chat(task.messages)
+        if int(task.id) % 10 == 7:
+            raise RuntimeError("injected")
+
+    metrics = await evaluator(tasks, attempts=2).evaluate(manager(FakeEngine(lambda seed: "b"), run))
+    assert (metrics["eval/words/tasks"], metrics["eval/words/failed"]) == (50, 10)
+    assert metrics["eval/words/pass@1"] == metrics["eval/words/pass@2"] == pytest.approx(0.9)
+    assert metrics["eval/words/reward"] == pytest.approx(0.9)
+
+
+async def test_a_judger_that_fails_is_a_failed_episode() -> None:
+    def judge(task: Task, text: str) -> bool:
+        if task.id == "1":
+            raise RuntimeError("the judge is ill")
+        return True
+
+    broken = AgentLoopManager(single_turn, FakeEngine(a_letter), char_chat(), FunctionJudger(judge))
+    metrics = await evaluator().evaluate(broken)
+    assert (metrics["eval/words/failed"], metrics["eval/words/pass@1"]) == (1, 0.75)
+
+
+async def test_a_limit_takes_the_first_tasks_and_leaves_their_random_numbers_as_they_are() -> None:
+    whole, part = FakeEngine(a_letter), FakeEngine(a_letter)
+    await evaluator(top_p=0.7, temperature=0.5).evaluate(manager(whole))
+    metrics = await evaluator(top_p=0.7, temperature=0.5, limit=2).evaluate(manager(part))
+    assert metrics["eval/words/tasks"] == 2 and part.requests == whole.requests[:2]
+    assert {request.params.top_p for request in whole.requests} == {0.7}
+
+
+async def test_a_set_may_have_a_manager_of_its_own_which_sees_the_same_store() -> None:
+    async def reads(task: Task, model: Model) -> float:
+        await model.chat(task.messages)
+        return float(await model.store.get("learned", 0.0))
+
+    sets = {name: (EvalSet(tasks="words"), TASKS[:2]) for name in ("one", "two")}
+    usual = manager(FakeEngine(lambda seed: "x"))
+    usual.values.put("learned", 1.0)
+    own = AgentLoopManager(reads, FakeEngine(a_letter), char_chat(), None, training=False)
+    metrics = await Evaluator(sets, RolloutSection(), 0, managers={"two": own}).evaluate(usual)
+    assert (metrics["eval/one/pass@1"], metrics["eval/two/pass@1"]) == (0.0, 1.0)
+
+
+def longest(episodes: list[list[Episode]]) -> dict[str, float]:
+    return {"longest": max(len(e.text) for task in episodes for e in task)}
+
+
+async def test_metrics_of_ones_own_are_reported_kept_and_told_all_episodes() -> None:
+    kept: list[dict[str, float]] = []
+    sets = {"words": (EvalSet(tasks="words", attempts=3, temperature=1.0), TASKS)}
+    own = {"a.py:longest": longest, "a.py:count": lambda episodes: {"shape/tasks": len(episodes)}}
+    metrics = await Evaluator(sets, RolloutSection(), 0, own).evaluate(
+        manager(), keep=lambda name, found, episodes: kept.append(found)
+    )
+    assert (metrics["eval/words/longest"], metrics["eval/words/shape/tasks"]) == (1.0, 4.0)
+    assert kept[0]["longest"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("function", "problem"),
+    [
+        (lambda episodes: 1 / 0, "failed: ZeroDivisionError"),
+        (lambda episodes: 3.0, "must return {name: number}, got 3.0"),
+        (lambda episodes: {"x": float("nan")}, '"x" must be a finite number, got nan'),
+        (lambda episodes: {"x": "1"}, '"x" must be a finite number'),
+        (lambda episodes: {3: 1.0}, "name must be text, got 3"),
+        (lambda episodes: {"failed": 1.0}, 'there is a metric "failed" already'),
+    ],
+)
+async def test_a_bad_metric_of_ones_own_is_named(function: Any, problem: str) -> None:
+    sets = {"words": (EvalSet(tasks="words"), TASKS)}
+    with pytest.raises(WorkflowError, match=r'metric "a\.py:mine"') as caught:
+        await Evaluator(sets, RolloutSection(), 0, {"a.py:mine": function}).evaluate(manager())
+    assert problem in str(caught.value)
+
+
+async def test_every_episode_is_told_as_it_is_done() -> None:
+    told: list[tuple[str, str]] = []
+    await evaluator(attempts=2).evaluate(manager(), on_episode=lambda name, e: told.append((name, e.task_id)))
+    assert sorted(told) == sorted(("words", task.id) for task in TASKS for _ in range(2))

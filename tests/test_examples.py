@@ -22,7 +22,8 @@ OWN = {"countdown_dpo": ["--trainer.batch_size=4", "--rollout.max_tokens=60", "-
 def settings(path: Path, run_dir: Path) -> list[str]:
     """What makes the run small: one step, few and short rollouts, two tasks to evaluate."""
     config = load_config(path)
-    words = [*SMALL, *OWN.get(path.stem, []), "--data.args.count=16", f"--run-dir={run_dir}"]
+    words = [*SMALL, *OWN.get(path.stem, []), f"--run-dir={run_dir}"]
+    words += [f"--data.mixture.{name}.args.size=16" for name in config.data.mixture] or ["--data.args.count=16"]
     words += [f"--eval.sets.{name}.args.count=2" for name in config.eval.sets]
     if config.algorithm.objective == "rl" and config.rollout.group_size > 2:
         words.append("--rollout.group_size=2")

@@ -295,7 +295,7 @@ async def test_a_judger_that_breaks_fails_the_episode() -> None:
         raise KeyError("answer")
 
     episode = await roll_out(single_turn, judger=FunctionJudger(broken))
-    assert (episode.error, episode.termination) == ("KeyError: 'answer'", TerminationReason.ERROR)
+    assert (episode.error, episode.termination) == ("KeyError: 'answer'", TerminationReason.JUDGE)
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf, np.float32("nan")])

@@ -3,44 +3,106 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
-from headrace.assembly import assemble_evaluation, resolve_objective
+from headrace.agents.loop import AgentLoopManager
+from headrace.assembly import assemble_evaluation, assemble_remote_evaluation, resolve_objective
 from headrace.backends.base import Backend
 from headrace.checkpoint import is_checkpoint, list_checkpoints, load_checkpoint
 from headrace.config import RunConfig
-from headrace.errors import ConfigError
-from headrace.registry import resolve
+from headrace.data.episode import Episode
+from headrace.data.ledger.export import plain
+from headrace.errors import ConfigError, boundary
+from headrace.evaluation_file import EvaluationResult, SetResult, set_result, write_evaluation
+from headrace.evaluation_report import Progressing, draw, evaluation_table, show
+from headrace.evaluator import Evaluator, is_right, under
+from headrace.registry import load_object, resolve
 
 
-def evaluate_run(config: RunConfig, checkpoint: Path | None = None) -> dict[str, float]:
-    """Evaluate, print a table and return the metrics. `checkpoint` is a checkpoint or a run folder (its newest)."""
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """A model behind a URL that speaks OpenAI's protocol; the key is in an environment variable."""
+
+    url: str
+    model: str
+    api_key_env: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """Files that an evaluation writes: figures task by task, a picture, and what was said, a line per episode."""
+
+    json: Path | None = None
+    plot: Path | None = None
+    episodes: Path | None = None
+
+    def check(self) -> None:
+        """Before the evaluation, not after it: can all of it be written?"""
+        for path in (self.json, self.plot, self.episodes):
+            if path is not None and not path.resolve().parent.is_dir():
+                raise ConfigError(f"there is no folder {path.resolve().parent} to write {path.name} into")
+        if self.plot is not None:
+            load_object("headrace.track.evaluation_plot:draw_evaluation")
+            if self.plot.suffix not in (".png", ".svg", ".pdf"):
+                raise ConfigError(f"--plot must end in .png, .svg or .pdf, got {self.plot}")
+
+
+def evaluate_run(
+    config: RunConfig, checkpoint: Path | None = None, remote: Remote | None = None, outputs: Outputs | None = None
+) -> dict[str, float]:
+    """Evaluate, print a table and return the metrics.
+
+    What is evaluated: `checkpoint`, which is a checkpoint or a run folder (its newest); or the model at `remote`; or
+    else the model that the configuration names.
+    """
+    outputs = outputs or Outputs()
     if not config.eval.sets:
         raise ConfigError("the run file has no evaluation set; add a section [eval.sets.NAME] with tasks")
     if checkpoint is not None:
         _require_checkpoint(checkpoint)
-    metrics = asyncio.run(_evaluate(resolve_objective(config), checkpoint))
-    table = Table("set", "metric", "value", title=f"evaluation of {checkpoint or config.model.name}")
-    for key, value in metrics.items():
-        name, metric = key.removeprefix("eval/").split("/", 1)
-        table.add_row(name, metric, f"{value:.4g}")
-    Console().print(table)
-    return metrics
+    outputs.check()
+    of = f"{remote.model} at {remote.url}" if remote else str(checkpoint or config.model.name)
+    config = resolve_objective(config)
+    evaluation = _Evaluation(outputs)
+    try:
+        if remote is not None:
+            asyncio.run(_evaluate_remote(config, remote, evaluation))
+        else:
+            asyncio.run(_evaluate(config, checkpoint, evaluation))
+    except KeyboardInterrupt:
+        print(evaluation.how_far(), file=sys.stderr)
+        raise
+    result = EvaluationResult(of, tuple(evaluation.sets))
+    show(evaluation_table(result))
+    if outputs.json is not None:
+        write_evaluation(result, outputs.json)
+    if outputs.plot is not None:
+        draw(result, outputs.plot)
+    for what, path in (("figures", outputs.json), ("chart", outputs.plot), ("episodes", outputs.episodes)):
+        if path is not None:
+            print(f"{what}: {path}")
+    return {key: value for found in result.sets for key, value in under(found.name, found.metrics).items()}
 
 
 def export_run(run_dir: Path, out: Path) -> Path:
     """A run's newest checkpoint (or a given one) as an ordinary model folder."""
     _require_checkpoint(run_dir)
-    home = run_dir.resolve().parent.parent if is_checkpoint(run_dir) else run_dir
-    config = config_of(home)
+    config = config_of(run_of(run_dir))
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out} exists and is not empty; choose another folder")
     asyncio.run(_export(config, run_dir, out))
     return out
+
+
+def run_of(folder: Path) -> Path:
+    """The run that a checkpoint belongs to; of a run folder, itself."""
+    return folder.resolve().parent.parent if is_checkpoint(folder) else folder
 
 
 def config_of(run_dir: Path) -> RunConfig:
@@ -60,24 +122,88 @@ async def _export(config: RunConfig, checkpoint: Path, out: Path) -> None:
         await backend.close()
 
 
-async def _evaluate(config: RunConfig, checkpoint: Path | None) -> dict[str, float]:
+@dataclass(slots=True)
+class _Evaluation:
+    """An evaluation under way: what is done of it."""
+
+    outputs: Outputs
+    sets: list[SetResult] = field(default_factory=list)
+    _at: tuple[str, int, int] | None = None
+
+    async def run(self, manager: AgentLoopManager, evaluator: Evaluator) -> None:
+        """Evaluate every set. Episodes are written as they are done, so that an interruption loses none."""
+        with boundary(ConfigError, f"cannot write {self.outputs.episodes}", OSError):
+            said = (
+                self.outputs.episodes.open("w", encoding="utf-8", errors="backslashreplace")
+                if self.outputs.episodes
+                else None
+            )
+
+        def told(name: str, episode: Episode) -> None:
+            if said is not None:
+                said.write(_line(name, episode))
+                said.flush()
+
+        def keep(name: str, metrics: dict[str, float], episodes: list[Episode]) -> None:
+            self.sets.append(set_result(name, metrics, evaluator.sets[name][1], episodes))
+
+        try:
+            with Progressing() as bars:
+                await evaluator.evaluate(manager, self._progress(bars.show), keep, told)
+        except BaseExceptionGroup as group:  # of the episodes side by side, the first that ended them all
+            error: BaseException = group
+            while isinstance(error, BaseExceptionGroup):
+                error = error.exceptions[0]
+            raise error from error.__cause__
+        finally:
+            if said is not None:
+                said.close()
+            await evaluator.close()
+            await manager.close()
+
+    def _progress(self, show: Callable[[str, int, int], None]) -> Callable[[str, int, int], None]:
+        def told(name: str, done: int, total: int) -> None:
+            self._at = (name, done, total)
+            show(name, done, total)
+
+        return told
+
+    def how_far(self) -> str:
+        """For who interrupted it."""
+        if self._at is None:
+            return "stopped before the first episode was done"
+        name, done, total = self._at
+        kept = f"; what was said so far is in {self.outputs.episodes}" if self.outputs.episodes else ""
+        return f'stopped in the set "{name}" after {done} of {total} episodes{kept}'
+
+
+def _line(name: str, episode: Episode) -> str:
+    row = {"set": name, "right": is_right(episode), "text": episode.text, **plain(episode.to_dict())}
+    return json.dumps(row, ensure_ascii=False) + "\n"
+
+
+async def _evaluate(config: RunConfig, checkpoint: Path | None, evaluation: _Evaluation) -> None:
     parts = await asyncio.to_thread(assemble_evaluation, config)
     try:
         if checkpoint is not None:
             await load_checkpoint(checkpoint, parts.backend, _tell)
         await parts.backend.publish(0)  # an engine of its own would have the weights of the model as it was loaded
-        with Progress(console=Console(stderr=True), transient=True) as progress:
-            bars = {}
-
-            def show(name: str, done: int, total: int) -> None:
-                if name not in bars:
-                    bars[name] = progress.add_task(name, total=total)
-                progress.update(bars[name], completed=done)
-
-            return await parts.evaluator.evaluate(parts.eval_manager, show)
+        await evaluation.run(parts.eval_manager, parts.evaluator)
     finally:
         await parts.engine.close()
         await parts.backend.close()
+
+
+async def _evaluate_remote(config: RunConfig, remote: Remote, evaluation: _Evaluation) -> None:
+    new_client = load_object("headrace.engine.openai:OpenAIClient")
+    rollout = config.rollout
+    client = new_client(
+        remote.url, remote.model, remote.api_key_env, timeout_s=rollout.timeout_s, max_concurrent=rollout.max_concurrent
+    )
+    try:
+        await evaluation.run(*assemble_remote_evaluation(config, client))
+    finally:
+        await client.close()
 
 
 def _require_checkpoint(path: Path) -> None:

@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from headrace.agents.budget import Budget
 from headrace.agents.chat import ChatTemplate
+from headrace.agents.completer import Model
 from headrace.agents.loop import AgentLoopManager, Limits
+from headrace.agents.remote_model import Client, NoEngine, remote_model
 from headrace.agents.workflow import RunFunction, as_run_function, demonstration, preference, single_turn
 from headrace.backends.base import Backend
 from headrace.combinations import check_combinations, chosen
 from headrace.config import AlgorithmSection, EvalSet, RunConfig
 from headrace.data.sampler import TaskSampler
-from headrace.data.task import Task, load_tasks
-from headrace.engine.base import EvaluationView, RolloutEngine
+from headrace.data.sources import load_source
+from headrace.data.task import Message, Task
+from headrace.data.training import (
+    HOLDOUT,
+    TrainingData,
+    check_overlap,
+    load_evaluation,
+    load_training,
+    make_sampler,
+    warn_of_bad_rows,
+)
+from headrace.engine.base import EvaluationView, RolloutEngine, SamplingParams
 from headrace.errors import ConfigError
-from headrace.evaluator import Evaluator
+from headrace.evaluator import Evaluator, MetricFunction
 from headrace.judge.base import Judger, as_judger
+from headrace.judge.router import GuardedJudger, Router
 from headrace.objectives import Objective, demonstration_sampler
 from headrace.pipeline.buffer import Grouping
 from headrace.pipeline.staleness import StalenessPolicy
@@ -92,9 +105,11 @@ def assemble(
             "or use a workflow that returns a number"
         )
     new_backend = _checked_backend(config)
-    train_tasks = load_tasks(tasks) if tasks is not None else load_tasks(config.data.tasks, **config.data.args)
-    sampler = TaskSampler(train_tasks, config.fresh_groups, config.run.seed, config.data.shuffle, config.data.drop_last)
-    sets = _evaluation_sets(config, eval_tasks)
+    data = load_training(config.data, tasks)
+    warn_of_bad_rows(data, "the training tasks")
+    sampler = make_sampler(config.data, data, config.fresh_groups, config.run.seed)
+    sets = _evaluation_sets(config, eval_tasks, data)
+    check_overlap(config.data, data.tasks, {name: tasks for name, (_, tasks) in sets.items()})
     demonstrations = demonstration_sampler(config)
     parts = _evaluation_parts(config, run, judge, sets, new_backend)
     if config.algorithm.objective == "sft":
@@ -119,13 +134,83 @@ def _evaluation_parts(
     config: RunConfig, run: RunFunction, judge: Judger | None, sets: EvaluationSets, new_backend: Any
 ) -> EvaluationParts:
     """Loads the model."""
+    ways = _ways_to_evaluate(config, run, judge)
+    metrics = _metric_functions(config)
     backend: Backend = new_backend(config)
     engine = backend.create_engine()
     chat = ChatTemplate(backend.tokenizer)
+
+    async def ask(messages: Sequence[Message], params: SamplingParams, seed: int) -> str:
+        return (await Model(engine, chat, params, seed, training=False).chat(messages)).text
+
+    def new_manager(run: RunFunction, judge: Judger | None) -> AgentLoopManager:
+        _lend_policy(judge, ask)
+        return AgentLoopManager(run, EvaluationView(engine), chat, judge, _limits(config), training=False)
+
+    manager, evaluator = _evaluating(config, sets, ways, metrics, new_manager)
+    return EvaluationParts(backend, engine, chat, manager, evaluator)
+
+
+def assemble_remote_evaluation(config: RunConfig, client: Client) -> tuple[AgentLoopManager, Evaluator]:
+    """What evaluating a model behind a URL takes: no backend, no engine, no tokenizer."""
+    ways = _ways_to_evaluate(config, _run_function(config, None), _judger(config, None))
+
+    async def ask(messages: Sequence[Message], params: SamplingParams, seed: int) -> str:
+        return (await client.chat(messages, params, seed=seed)).text
+
+    def new_manager(run: RunFunction, judge: Judger | None) -> AgentLoopManager:
+        _lend_policy(judge, ask)
+        no_template: Any = None  # the server has it
+        new_model = remote_model(client)
+        return AgentLoopManager(
+            run, NoEngine(), no_template, judge, _limits(config), training=False, new_model=new_model
+        )
+
+    return _evaluating(config, _evaluation_sets(config, None), ways, _metric_functions(config), new_manager)
+
+
+Way = tuple[RunFunction, Judger | None]
+"""A workflow and who judges it."""
+
+
+def _ways_to_evaluate(config: RunConfig, run: RunFunction, judge: Judger | None) -> dict[str | None, Way]:
+    """The run's own way under None, and those of sets that have one of their own."""
     if run is preference:  # given pairs hold nothing to evaluate: the model is asked
         run = single_turn
-    manager = AgentLoopManager(run, EvaluationView(engine), chat, judge, _limits(config), training=False)
-    return EvaluationParts(backend, engine, chat, manager, Evaluator(sets, config.rollout, config.run.seed))
+    ways: dict[str | None, Way] = {None: (run, judge)}
+    for name, section in config.eval.sets.items():
+        if section.workflow is None and section.judger is None:
+            continue
+        own = as_run_function(resolve("workflow", section.workflow), section.workflow_args) if section.workflow else run
+        judged = judge
+        if section.judger:
+            found = as_judger(resolve("judger", section.judger), section.judger_args)
+            judged = GuardedJudger(found, config.judge)
+        ways[name] = own, judged
+    return ways
+
+
+def _evaluating(
+    config: RunConfig,
+    sets: EvaluationSets,
+    ways: dict[str | None, Way],
+    metrics: dict[str, MetricFunction],
+    new_manager: Callable[[RunFunction, Judger | None], AgentLoopManager],
+) -> tuple[AgentLoopManager, Evaluator]:
+    managers = {name: new_manager(*way) for name, way in ways.items() if name is not None}
+    evaluator = Evaluator(sets, config.rollout, config.run.seed, metrics, managers)
+    return new_manager(*ways[None]), evaluator
+
+
+def _lend_policy(judge: Judger | None, ask: Any) -> None:
+    """A judger that wants to ask the run's own model gets a way to."""
+    use_policy = getattr(judge, "use_policy", None)
+    if callable(use_policy):
+        use_policy(ask)
+
+
+def _metric_functions(config: RunConfig) -> dict[str, MetricFunction]:
+    return {path: resolve("evaluation metric", path) for path in config.eval.metrics}
 
 
 def _checked_backend(config: RunConfig) -> Any:
@@ -148,10 +233,19 @@ def _needs_reward(algorithm: AlgorithmSection) -> Callable[[str], bool]:
 
 
 def _judger(config: RunConfig, judger: Any) -> Judger | None:
+    """The judger that was given or is named, under the rules of [judge]."""
+    name, routes = config.workflow.judger, config.judge.routes
+    if name and routes:
+        raise ConfigError(f'both workflow.judger ("{name}") and judge.routes are set; keep one of them')
     if judger is not None:
-        return as_judger(judger, {})
-    name = config.workflow.judger
-    return as_judger(resolve("judger", name), config.workflow.judger_args) if name else None
+        found = as_judger(judger, {})
+    elif routes:
+        found = Router(routes)
+    elif name:
+        found = as_judger(resolve("judger", name), config.workflow.judger_args)
+    else:
+        return None
+    return GuardedJudger(found, config.judge)
 
 
 def _limits(config: RunConfig) -> Limits:
@@ -160,7 +254,10 @@ def _limits(config: RunConfig) -> Limits:
     return Limits(rollout.max_concurrent, rollout.timeout_s, budget, rollout.retries)
 
 
-def _evaluation_sets(config: RunConfig, given: dict[str, Tasks] | None) -> EvaluationSets:
+def _evaluation_sets(
+    config: RunConfig, given: dict[str, Tasks] | None, data: TrainingData | None = None
+) -> EvaluationSets:
+    """The sets with their tasks. Without `data`, training tasks are loaded only if a set is what they leave out."""
     given = given or {}
     for name in given:
         if name not in config.eval.sets:
@@ -168,7 +265,19 @@ def _evaluation_sets(config: RunConfig, given: dict[str, Tasks] | None) -> Evalu
                 f'eval_tasks has tasks for the set "{name}", which the configuration does not name'
                 f"{nearest(name, config.eval.sets)}; add a section [eval.sets.{name}]"
             )
-    return {
-        name: (section, load_tasks(given[name]) if name in given else load_tasks(section.tasks, **section.args))
-        for name, section in config.eval.sets.items()
-    }
+    sets: EvaluationSets = {}
+    if data is None and any(_is_held_out(config, name, given) for name in config.eval.sets):
+        data = load_training(config.data)
+    for name, section in config.eval.sets.items():
+        if name in given:
+            skip_bad = config.data.on_bad_row == "skip"
+            found = load_source(section, given[name], system=config.data.system, skip_bad=skip_bad)
+        else:
+            found = load_evaluation(section, config.data, data.held_out if data else [], name)
+        warn_of_bad_rows(found, f'the evaluation set "{name}"')
+        sets[name] = (section, found.tasks)
+    return sets
+
+
+def _is_held_out(config: RunConfig, name: str, given: dict[str, Tasks]) -> bool:
+    return name not in given and config.eval.sets[name].tasks == HOLDOUT

@@ -284,7 +284,7 @@ def _unknown_score(metric: str, config: RunConfig) -> Iterator[str]:
         if metric.startswith(prefix):
             powers = {2**i for i in range(section.attempts.bit_length()) if 2**i <= section.attempts}
             scores = ["reward", *(f"pass@{k}" for k in sorted({*powers, section.attempts})), f"avg@{section.attempts}"]
-            if score not in scores:
+            if score not in scores and not config.eval.metrics:  # what those are called is not known beforehand
                 yield f'trainer.best_metric is "{metric}"; of this set one can go by {", ".join(scores)}'
             return
     known = ", ".join(f"eval/{name}/…" for name in config.eval.sets)

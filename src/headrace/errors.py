@@ -67,6 +67,19 @@ class InfrastructureError(HeadraceError, RuntimeError):
     """Something that an episode needs (a server, a sandbox) is out of order: the episode is tried again."""
 
 
+class UnreachableError(InfrastructureError):
+    """No connection could be made: nobody listens there."""
+
+
+class RefusedError(HeadraceError, RuntimeError):
+    """A server has understood the request and will not do it; asking again would not help."""
+
+    def __init__(self, message: str, status: int, body: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.body = body
+
+
 class LedgerError(HeadraceError, RuntimeError):
     """The durable record of the run cannot be written or read."""
 

@@ -5,43 +5,86 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
 from headrace.agents.loop import AgentLoopManager
 from headrace.config import EvalSet, RolloutSection
-from headrace.data.episode import Episode
+from headrace.data.episode import Episode, is_number
 from headrace.data.seeds import derive_seed
 from headrace.data.task import Task
 from headrace.engine.base import SamplingParams
+from headrace.errors import WorkflowError
 
 _Z95 = 1.959963984540054
 _RESAMPLES = 1000
 
+MetricFunction = Callable[[list[list[Episode]]], Mapping[str, Any]]
+"""Figures of a set's episodes, of which there is a list per task."""
+_NONE: Mapping[str, Any] = MappingProxyType({})
+
 
 class Evaluator:
-    """Evaluates sets of tasks. Touches neither training's buffer nor its sampler nor its random state."""
+    """Evaluates sets of tasks. Touches neither training's buffer nor its sampler nor its random state.
 
-    def __init__(self, sets: dict[str, tuple[EvalSet, list[Task]]], rollout: RolloutSection, seed: int) -> None:
-        self._sets = sets
+    `metrics` are functions of the user's own, by the name that they have in the run file. `managers` are those of sets
+    that have a workflow or a judger of their own.
+    """
+
+    def __init__(
+        self,
+        sets: dict[str, tuple[EvalSet, list[Task]]],
+        rollout: RolloutSection,
+        seed: int,
+        metrics: Mapping[str, MetricFunction] = _NONE,
+        managers: Mapping[str, AgentLoopManager] = _NONE,
+    ) -> None:
+        self.sets = {name: (section, tasks[: section.limit]) for name, (section, tasks) in sets.items()}
         self._rollout = rollout
         self._seed = seed
+        self._own_metrics = metrics
+        self._managers = managers
 
     async def evaluate(
         self,
         manager: AgentLoopManager,
         progress: Callable[[str, int, int], None] | None = None,
         keep: Callable[[str, dict[str, float], list[Episode]], None] | None = None,
+        on_episode: Callable[[str, Episode], None] | None = None,
     ) -> dict[str, float]:
-        """Metrics `eval/<set>/…` of every set. `keep` gets those of each set, with its episodes."""
+        """Metrics `eval/<set>/…` of every set. `keep` gets those of each set, with its episodes.
+
+        `on_episode` gets every episode as soon as it is done, `progress` how many of the set's are.
+        """
         metrics: dict[str, float] = {}
-        for name, (section, tasks) in self._sets.items():
-            episodes = await self._roll_out(manager, name, section, tasks, progress)
+        for name, (section, tasks) in self.sets.items():
+            own = self._managers.get(name, manager)
+            own.values = manager.values
+            done = 0
+            total = len(tasks) * section.attempts
+
+            def told(episode: Episode, name: str = name, total: int = total) -> None:
+                nonlocal done
+                done += 1
+                if on_episode is not None:
+                    on_episode(name, episode)
+                if progress is not None:
+                    progress(name, done, total)
+
+            episodes = await self._roll_out(own, name, section, tasks, told)
             found = evaluation_metrics(episodes, section.attempts, self._seed)
+            found |= self._own(episodes, found)
             if keep is not None:
                 keep(name, found, [episode for attempts in episodes for episode in attempts])
             metrics |= under(name, found)
         return metrics
+
+    async def close(self) -> None:
+        """Let the workflows and judgers of single sets give back what they hold."""
+        for manager in self._managers.values():
+            await manager.close()
 
     async def _roll_out(
         self,
@@ -49,33 +92,51 @@ class Evaluator:
         name: str,
         section: EvalSet,
         tasks: Sequence[Task],
-        progress: Callable[[str, int, int], None] | None,
+        told: Callable[[Episode], None],
     ) -> list[list[Episode]]:
         sampling = SamplingParams(
             temperature=section.temperature,
-            top_p=1.0,
+            top_p=section.top_p,
             top_k=0,
             max_tokens=section.max_tokens or self._rollout.max_tokens,
             stop=self._rollout.stop,
         )
         seed = derive_seed("eval", name, self._seed)  # what is trained, and other sets, draw other numbers
-        done = 0
-
-        def count(_: Episode) -> None:
-            nonlocal done
-            done += 1
-            if progress is not None:
-                progress(name, done, len(tasks) * section.attempts)
-
         async with asyncio.TaskGroup() as group:
             running = [
                 group.create_task(
                     # group_id is the task's place in the list: every evaluation draws the same random numbers
-                    manager.roll_out_group(task, index, section.attempts, seed, sampling, count)
+                    manager.roll_out_group(task, index, section.attempts, seed, sampling, told)
                 )
                 for index, task in enumerate(tasks)
             ]
         return [task.result() for task in running]
+
+    def _own(self, episodes: list[list[Episode]], taken: Mapping[str, float]) -> dict[str, float]:
+        """What the user's functions say, each told its own copy of the lists."""
+        found: dict[str, float] = {}
+        for path, function in self._own_metrics.items():
+            found |= _checked(path, function, [list(attempts) for attempts in episodes], {*taken, *found})
+        return found
+
+
+def _checked(path: str, function: MetricFunction, episodes: list[list[Episode]], taken: set[str]) -> dict[str, float]:
+    """The figures of a function, or an error that names it."""
+    where = f'the evaluation metric "{path}"'
+    try:
+        answer: Any = function(episodes)
+    except Exception as error:
+        raise WorkflowError(f"{where} failed: {type(error).__name__}: {error}") from error
+    if not isinstance(answer, Mapping):
+        raise WorkflowError(f"{where} must return {{name: number}}, got {answer!r}")
+    for name, value in answer.items():
+        if not isinstance(name, str) or not name:
+            raise WorkflowError(f"{where}: a metric's name must be text, got {name!r}")
+        if not is_number(value) or not math.isfinite(float(value)):
+            raise WorkflowError(f'{where}: "{name}" must be a finite number, got {value!r}')
+        if name in taken:
+            raise WorkflowError(f'{where}: there is a metric "{name}" already; choose another name')
+    return {name: float(value) for name, value in answer.items()}
 
 
 def under(name: str, metrics: Mapping[str, float]) -> dict[str, float]:
@@ -95,13 +156,13 @@ def evaluation_metrics(episodes: Sequence[Sequence[Episode]], attempts: int, see
 
 
 def _scores(episodes: Sequence[Sequence[Episode]], attempts: int, seed: int) -> dict[str, float]:
-    correct = [sum(_is_right(episode) for episode in task) for task in episodes]
+    correct = [sum(is_right(episode) for episode in task) for task in episodes]
     flat = [episode for task in episodes for episode in task]
     metrics = {
         "tasks": float(len(episodes)),
         "failed": float(sum(episode.failed for episode in flat)),
         "reward": float(np.mean([0.0 if episode.failed else episode.reward for episode in flat])),
-        "response_tokens": float(np.mean([episode.response_tokens for episode in flat])),
+        "response_tokens": float(np.mean([_response_tokens(episode) for episode in flat])),
     }
     for k in sorted({1, *(2**i for i in range(attempts.bit_length())), attempts}):
         if k <= attempts:
@@ -115,7 +176,13 @@ def _scores(episodes: Sequence[Sequence[Episode]], attempts: int, seed: int) -> 
     return {**metrics, "pass@1_low": low, "pass@1_high": high}
 
 
-def _is_right(episode: Episode) -> bool:
+def _response_tokens(episode: Episode) -> float:
+    """A model behind a URL tells no ids; what its server counts is among the episode's metrics."""
+    return episode.response_tokens or episode.metrics.get("response_tokens", 0.0)
+
+
+def is_right(episode: Episode) -> bool:
+    """Whether the attempt counts as solved."""
     if episode.failed:
         return False
     return episode.is_correct if episode.is_correct is not None else episode.reward >= 1.0
@@ -137,10 +204,10 @@ def wilson_interval(successes: int, trials: int) -> tuple[float, float]:
     return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
 
 
-def bootstrap_interval(values: Sequence[float], seed: int = 0) -> tuple[float, float]:
+def bootstrap_interval(values: Sequence[float], seed: int = 0, resamples: int = _RESAMPLES) -> tuple[float, float]:
     """95% interval of the mean, resampling tasks."""
     rng = np.random.default_rng(seed)
     data = np.asarray(values)
-    means = data[rng.integers(0, len(data), (_RESAMPLES, len(data)))].mean(axis=1)
+    means = data[rng.integers(0, len(data), (resamples, len(data)))].mean(axis=1)
     low, high = np.percentile(means, [2.5, 97.5])
     return float(low), float(high)

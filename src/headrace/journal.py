@@ -17,7 +17,8 @@ from headrace.backends.base import Publication
 from headrace.config import RunConfig
 from headrace.data.episode import Episode, ModelOutput
 from headrace.data.ledger import Account, GroupState, Ledger
-from headrace.data.ledger.records import BatchRecord, CallRecord, ResultRecord, UnfinishedGroup
+from headrace.data.ledger.records import BatchRecord, CallRecord, GroupRecord, ResultRecord, UnfinishedGroup
+from headrace.data.sample import TrainBatch
 from headrace.data.sampler import Draw, Position
 from headrace.data.task import Message
 from headrace.pipeline.buffer import FinishedGroup
@@ -71,6 +72,29 @@ class RunJournal:
     def knows(self, group_id: int) -> bool:
         """Whether a group is recorded."""
         return self._ledger is not None and self._ledger.group_record(group_id) is not None
+
+    def position_of(self, group_id: int) -> Position:
+        """Where the task of a recorded group was drawn."""
+        found = self._ledger.group_record(group_id) if self._ledger else None
+        assert found is not None, f"group {group_id} is not recorded"
+        return found.position
+
+    def filtered_among(self, group_ids: Iterable[int]) -> Iterator[tuple[int, GroupRecord]]:
+        """Those of the groups that were dropped though some episodes worked, with the version that was live then."""
+        for group_id in group_ids if self._ledger else ():
+            assert self._ledger is not None
+            found = self._ledger.group_record(group_id)
+            if found is None or found.state != GroupState.FILTERED or found.step is None or found.pruned:
+                continue
+            yield self._version_at(found.step) if found.reason == _NOTHING_TO_TRAIN else found.step, found
+
+    def _version_at(self, step: int) -> int:
+        """The version that the batch after `step` optimizer steps was, or is to be, trained at."""
+        assert self._ledger is not None
+        following, last = self._ledger.batches_from(step), self._ledger.last_batch()
+        if following:
+            return following[0].version
+        return last.version + 1 if last else 0
 
     def batch_begun_at(self) -> Position | None:
         """Where the tasks begin of which no batch was made yet; None if there are none. In step, it is one batch."""
@@ -154,14 +178,19 @@ class RunJournal:
             )
 
     async def training(
-        self, step: int, version: int, pieces: Sequence[Sequence[FinishedGroup]], again: Sequence[FinishedGroup]
+        self,
+        step: int,
+        version: int,
+        pieces: Sequence[Sequence[FinishedGroup]],
+        again: Sequence[FinishedGroup],
+        trained: Sequence[TrainBatch] = (),
     ) -> None:
-        """These groups are about to be trained, in these pieces. Returns when a kill cannot undo that."""
+        """These groups are about to be trained, in these pieces and rows. Returns when a kill cannot undo that."""
         if not self._ledger:
             return
         fresh = [group.group_id for piece in pieces for group in piece]
         sizes = [len(piece) for piece in pieces]
-        self._ledger.batch(step, version, fresh, [group.group_id for group in again], sizes)
+        self._ledger.batch(step, version, fresh, [group.group_id for group in again], sizes, trained)
         self.decide_trained(step, [group for piece in pieces for group in piece])
         await self._ledger.written()  # synced with the checkpoint: a loss of power costs the steps after it
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from headrace.backends.base import Backend
 from headrace.config import RunConfig
+from headrace.data.sample import TrainBatch
 from headrace.metrics import MetricsAggregator
 from headrace.objectives import Objective, Part, in_shares
 from headrace.pipeline.buffer import FinishedGroup
@@ -49,6 +50,11 @@ class Learner:
     def has_something(self) -> bool:
         """Whether there is anything to train in what was added."""
         return bool(self._parts)
+
+    @property
+    def batches(self) -> tuple[TrainBatch, ...]:
+        """The rows of all that was added, without those that belong to no group."""
+        return tuple(part.batch for part in self._parts)
 
     async def update(self, step: int) -> int:
         """Apply what was learned to the weights; the optimizer steps made, after `step` of them."""

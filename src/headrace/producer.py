@@ -6,9 +6,11 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from headrace.agents.loop import AgentLoopManager
 from headrace.config import RunConfig
+from headrace.data.curriculum import CurriculumSampler
 from headrace.data.episode import Episode
 from headrace.data.ledger.columns import stored_text
 from headrace.data.ledger.records import GroupRecord, GroupState, UnfinishedGroup
@@ -129,6 +131,31 @@ class Producer:
         for group in groups:
             self._places.pop(group.group_id, None)
 
+    def learned(self, groups: Iterable[FinishedGroup]) -> None:
+        """A version ends with these groups trained: from here on the curriculum draws by how all its groups went."""
+        if isinstance(self._sampler, CurriculumSampler):
+            self.observe(groups)
+            self._sampler.curriculum.count(self._coordinator.version)
+
+    def observe(self, groups: Iterable[FinishedGroup]) -> None:
+        """Tell the curriculum how groups went."""
+        for group in groups if isinstance(self._sampler, CurriculumSampler) else ():
+            assert isinstance(self._sampler, CurriculumSampler)
+            place = self._places.get(group.group_id)
+            position = self._journal.position_of(group.group_id) if place is None else place.draw.position
+            draw = self._sampler.draw_at(position)
+            self._sampler.observe(self._coordinator.version, group.group_id, draw, group.episodes)
+
+    def recall_outcomes(self, state: dict[str, Any] | None, groups: Iterable[int]) -> None:
+        """The curriculum as a checkpoint has it, and how those of `groups` went that were dropped since."""
+        if not isinstance(self._sampler, CurriculumSampler):
+            return
+        if state is not None:
+            self._sampler.curriculum.restore(state)
+        for version, group in self._journal.filtered_among(groups):
+            episodes = self._journal.episodes_of(group.group_id)
+            self._sampler.observe(version, group.group_id, self._sampler.draw_at(group.position), episodes)
+
     def unfinished(self) -> Unfinished:
         """What a resumed run has to roll out again."""
         return [(place.group_id, place.draw.position) for place in self._places.values()]
@@ -239,6 +266,7 @@ class Producer:
         if finished.dropped_because is None:
             self._coordinator.became_whole(finished.group_id, finished.oldest_version)
         else:
+            self.observe([finished])
             self._coordinator.gone(finished.group_id)
         self._changes.notify()
 

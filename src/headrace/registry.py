@@ -26,12 +26,33 @@ _BUILTIN: dict[str, dict[str, str]] = {
         "preference": "headrace.agents.workflow:preference",
         "tool_agent": "headrace.agents.tools:ToolAgent",
         "environment": "headrace.agents.environment:EnvironmentLoop",
+        "external_agent": "headrace.agents.gateway.external:ExternalAgent",
     },
     "grouping": {"by_step": "headrace.pipeline.buffer:group_by_step"},
-    "judger": {"countdown": "headrace.judge.countdown:CountdownJudger"},
+    "judger": {
+        "countdown": "headrace.judge.countdown:CountdownJudger",
+        "exact": "headrace.judge.text:ExactJudger",
+        "numeric": "headrace.judge.text:NumericJudger",
+        "choice": "headrace.judge.text:ChoiceJudger",
+        "f1": "headrace.judge.text:F1Judger",
+        "regex": "headrace.judge.text:RegexJudger",
+        "math": "headrace.judge.math:MathJudger",
+        "code": "headrace.judge.code:CodeJudger",
+        "sum": "headrace.judge.compose:WeightedSum",
+        "overlong": "headrace.judge.compose:OverlongPenalty",
+        "reasoning_gym": "headrace.judge.reasoning_gym:ReasoningGymJudger",
+        "llm": "headrace.judge.llm:LLMJudger",
+        "remote": "headrace.judge.remote:RemoteJudger",
+    },
     "tasks": {
         "countdown": "headrace.data.countdown:countdown_tasks",
         "countdown_demonstrations": "headrace.data.countdown:countdown_demonstrations",
+    },
+    "reader": {
+        "jsonl": "headrace.data.sources.read:read_jsonl",
+        "parquet": "headrace.data.sources.parquet:read_parquet",
+        "huggingface": "headrace.data.sources.huggingface:read_dataset",
+        "reasoning_gym": "headrace.data.sources.reasoning_gym:read_problems",
     },
     "objective": {
         "rl": "headrace.objectives:AdvantageObjective",
@@ -86,7 +107,13 @@ _EXTRA_OF_PACKAGE = {
     "gguf": "gguf",
     "matplotlib": "plot",
     "pyarrow": "parquet",
+    "datasets": "datasets",
+    "reasoning_gym": "reasoning-gym",
     "mcp": "mcp",
+    "math_verify": "math",
+    "httpx2": "remote",
+    "starlette": "gateway",
+    "uvicorn": "gateway",
 }
 
 _registered: dict[tuple[str, str], Any] = {}

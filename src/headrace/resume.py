@@ -16,7 +16,7 @@ FREE = (
     "trainer.best_metric", "trainer.callbacks",
     "rollout.max_concurrent", "rollout.timeout_s", "filters.most_replacements",
     "produce.capacity", "produce.spill_above_mb",
-    "engine", "eval", "track", "ledger", "alarm", "simulate",
+    "data.on_overlap", "engine", "eval", "track", "ledger", "alarm", "simulate",
 )  # fmt: skip
 """Settings, or whole sections, that say how a run is watched, kept and fed, and not what is learned."""
 
@@ -77,7 +77,7 @@ def check_branching(stored: dict[str, Any], config: RunConfig, source: Path) -> 
     found = [
         change for change in changes(stored, config) if not _within(change.key, ("run.name", "run.dir", "run.resume"))
     ]
-    refused = [change for change in found if _within(change.key, BOUND_TO_STATE)]
+    refused = [change for change in found if _within(change.key, BOUND_TO_STATE) and not _within(change.key, FREE)]
     if refused:
         raise ConfigError(
             f"{source} was made with other settings: {'; '.join(map(str, refused))}. Take the change back; or, to use "

@@ -112,8 +112,8 @@ class UnifiedTrainer:
             self.engine = self._parts.engine
             self._alarms = Alarms(self.config, self._trackers.message)
             async with AsyncExitStack() as held:  # closed in the opposite order, all of it, whatever fails
-                held.push_async_callback(self._parts.backend.close)
-                held.push_async_callback(self._parts.engine.close)
+                held.push_async_callback(lambda: self._parts.backend.close())
+                held.push_async_callback(lambda: self._parts.engine.close())
                 self._journal = held.enter_context(closing(open_journal(self._run_dir, self.config)))
                 held.callback(self._trackers.close)
                 values = held.enter_context(closing(StoredValues(self._run_dir / "store.sqlite")))
@@ -212,6 +212,9 @@ class UnifiedTrainer:
         if state is not None:
             producer.resume(found for found in state.unfinished if not journal.knows(found[0]))
         producer.take_up(journal.under_way(self._recorded), journal.batch_begun_at())
+        before = (state.unfinished, state.next_group_id) if state else ((), 0)
+        since = (*(group_id for group_id, _ in before[0]), *range(before[1], producer.next_group_id))
+        producer.recall_outcomes(state.extra.get("curriculum") if state else None, since)
         if state is not None:
             self._evaluations = state.evaluations
             self._first_evaluation, self._last_evaluation = state.first_evaluation, state.last_evaluation
@@ -262,7 +265,8 @@ class UnifiedTrainer:
                     await self._learner.learn(some, again)
         if self._learner.has_something:
             with self._clock.training():
-                await self._journal.training(self.step, self._coordinator.version, pieces, again)
+                batches = self._learner.batches
+                await self._journal.training(self.step, self._coordinator.version, pieces, again, batches)
                 await self._update([group for piece in pieces for group in piece], again)
         if self._lends:
             self._learner.metrics.record("memory/train_peak_mb", memory.peak_mb(), Reducer.MAX)
@@ -315,6 +319,7 @@ class UnifiedTrainer:
         if replayed:
             self._compare_with_record(publication)
         coordinator.settled(trained=sum(item.kept for item in finished))
+        self._producer.learned(finished)
         self._journal.trained(before, self.step - before, publication)
         coordinator.published(publication.version)
         coordinator.needs(self._batches_left)  # a batch of few rows makes fewer updates than it should
@@ -348,6 +353,7 @@ class UnifiedTrainer:
         self._coordinator.settled(filtered=sum(item.kept for item in finished))
         self._coordinator.skipped()
         self._journal.nothing_to_train(finished, self.step)
+        self._producer.observe(finished)
         self._producer.trained(finished)
         for group in finished:
             self._producer.bias.dropped(group)
@@ -369,6 +375,8 @@ class UnifiedTrainer:
             metrics.record("episodes/restarted", self._journal.restarted, Reducer.LAST)
         metrics.merge(self._producer.durations())
         metrics.merge(self._producer.bias.metrics())
+        for name, value in (self._parts.sampler.figures() | self._parts.manager.figures()).items():
+            metrics.record(name, value, Reducer.LAST)
         metrics.merge(self._clock.end(self.engine.health(), overlapping=self.config.trainer.max_staleness > 0))
         values = metrics.reduce()
         values["tokens/generated_per_s"] = values["tokens/generated"] / max(self._clock.generating_s, 1e-9)
@@ -438,6 +446,7 @@ class UnifiedTrainer:
             random=random_states(),
             extra={
                 "policy": self._parts.policy.state(),
+                "curriculum": self._parts.sampler.state(),
                 "used": self._buffer.used(),
                 "untold_evaluation": self._evaluations_of.untold,
             },

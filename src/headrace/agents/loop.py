@@ -26,7 +26,8 @@ from headrace.data.seeds import derive_seed
 from headrace.data.task import Task
 from headrace.engine.base import Generates, SamplingParams
 from headrace.errors import EngineError, LedgerError, PromptTooLongError, WorkflowError, is_infrastructure
-from headrace.judge.base import Judger, Verdict
+from headrace.judge.base import JudgeError, Judger, Verdict, ends_the_run
+from headrace.judge.router import GuardedJudger
 from headrace.threads import call_anyhow
 
 log = logging.getLogger("headrace")
@@ -69,8 +70,10 @@ class AgentLoopManager:
         needs_reward: Callable[[str], bool] = lambda role: True,
         training: bool = True,
         journal: Journal | None = None,
+        new_model: Callable[..., Model] = Model,
     ) -> None:
         self._run = run
+        self._new_model = new_model
         self._engine = engine
         self._chat = chat
         self._judger = judger
@@ -126,6 +129,14 @@ class AgentLoopManager:
             record.finished(episode)
             return episode
 
+    def figures(self) -> dict[str, float]:
+        """How judging goes: verdicts that could not be had, and what one takes."""
+        judger = self._judger
+        if not isinstance(judger, GuardedJudger):
+            return {}
+        took_s = {"time/judge_s": judger.time_s / judger.judged} if judger.judged else {}
+        return {"judge/failed": float(judger.failed), **took_s}
+
     async def close(self) -> None:
         """Let workflow and judger give back what they hold."""
         for holder in (getattr(self._run, "__self__", None), self._judger):
@@ -138,7 +149,7 @@ class AgentLoopManager:
     ) -> tuple[Episode, bool]:
         """The episode, and whether it failed for a reason that may be gone at the next attempt."""
         values = self.values if self._training else ValuesInMemory(self.values)
-        model = Model(
+        model = self._new_model(
             self._engine, self._chat, sampling, spec.seed, self._training, record, self._limits.budget, values
         )
         deadline = asyncio.timeout(self._limits.timeout_s)
@@ -158,11 +169,14 @@ class AgentLoopManager:
                 return _failed(spec, model, TerminationReason.TIMEOUT, late), False
             # user code: the episode fails, its siblings and the run go on
             reason = limit_met(error) or TerminationReason.ERROR
+            again = not (isinstance(error, JudgeError) and error.tried_again)
+            if isinstance(error, JudgeError):
+                reason, error = TerminationReason.JUDGE, error.__cause__ or error
             while isinstance(error, BaseExceptionGroup):  # of a TaskGroup in the workflow
                 error = error.exceptions[0]
             if not record.diverged:
                 log.warning("episode of task %s failed: %s", spec.task.id, _user_line(error))
-            return _failed(spec, model, reason, f"{type(error).__name__}: {error}"), is_infrastructure(error)
+            return _failed(spec, model, reason, f"{type(error).__name__}: {error}"), again and is_infrastructure(error)
 
     async def _judge(self, task: Task, episode: Episode, model: Model) -> Episode:
         if episode.failed:
@@ -192,11 +206,16 @@ class AgentLoopManager:
 
     async def _verdict(self, judger: Judger, task: Task, episode: Episode, model: Model) -> Verdict:
         async def judge() -> Any:
-            verdict = await judger.judge(task, episode)
+            try:
+                verdict = await judger.judge(task, episode)
+            except Exception as error:
+                if isinstance(error, JudgeError) or ends_the_run(error):
+                    raise
+                raise JudgeError(f"{type(error).__name__}: {error}") from error
             correct = None if verdict.is_correct is None else bool(verdict.is_correct)
             return [verdict.reward, correct, {name: float(value) for name, value in verdict.metrics.items()}]
 
-        return Verdict(*await model.recorded("judger", type(judger).__name__, [task.id, episode.text], judge))
+        return Verdict(*await model.recorded("judger", judger.label, [task.id, episode.text], judge))
 
     def _lacks_reward(self, episode: Episode) -> bool:
         """Whether a reward is missing that training, or evaluation, cannot do without."""
@@ -229,6 +248,9 @@ def _to_episode(outcome: Outcome, model: Model, spec: RolloutSpec) -> Episode:
         "source": spec.task.source,
     }
     diverged = {"diverged_prefixes": float(model.diverged_prefixes)} if model.diverged_prefixes else {}
+    known = sum(len(step.response_ids) for t in model.trajectories() for step in t.steps)
+    if model.spending.tokens > known:  # of a model behind a URL, which counts its tokens and does not tell them
+        diverged["response_tokens"] = float(model.spending.tokens)
     if isinstance(outcome, Episode):
         episode = replace(outcome, metrics={**diverged, **outcome.metrics}, **identity)
     else:
@@ -271,8 +293,11 @@ def _failed(spec: RolloutSpec, model: Model, reason: TerminationReason, error: s
 
 
 def _raise_if_not_the_users(error: BaseException) -> None:
-    """Raise what ends more than the episode: a failure of engine or ledger, and being cancelled from outside."""
+    """Raise what ends more than the episode: a failure of engine or ledger, or of a judger that is to, and being
+    cancelled from outside."""
     if isinstance(error, (EngineError, LedgerError)) and not isinstance(error, PromptTooLongError):
+        raise error
+    if isinstance(error, JudgeError) and error.stop:
         raise error
     if isinstance(error, BaseExceptionGroup):  # of a TaskGroup in the workflow
         for inner in error.exceptions:

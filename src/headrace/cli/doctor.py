@@ -19,6 +19,12 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "gguf": ("gguf",),
     "plot": ("matplotlib",),
     "parquet": ("pyarrow",),
+    "remote": ("httpx2",),
+    "gateway": ("starlette", "uvicorn"),
+    "mcp": ("mcp",),
+    "math": ("math-verify",),
+    "datasets": ("datasets",),
+    "reasoning-gym": ("reasoning-gym",),
 }
 _NEEDED_EXTRA = "local"
 _GIB = 2**30

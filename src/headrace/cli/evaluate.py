@@ -1,31 +1,82 @@
-"""`headrace eval`."""
+"""`headrace eval` and `headrace export`."""
 
 from __future__ import annotations
 
+import json as json_text
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from headrace.cli.train import RunFile, read_run
+from headrace.cli.train import read_run
+from headrace.errors import ConfigError
 
-USAGE = "Usage: headrace eval FILE.toml [--section.key value ...] [OPTIONS]"
+if TYPE_CHECKING:
+    from headrace.config import RunConfig
+
+USAGE = (
+    "Usage: headrace eval FILE.toml [--section.key value ...] [OPTIONS]\n"
+    "       headrace eval RUN_DIR [--section.key value ...] [OPTIONS]"
+)
+_OPTIONS = ("--checkpoint", "--model", "--url", "--api-key-env", "--json", "--plot", "--episodes")
 
 
 def evaluate(
-    file: RunFile,
+    target: Annotated[str, Parameter(help="The run file; or a run folder or checkpoint.", allow_leading_hyphen=True)],
     /,
     *overrides: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
-    checkpoint: Annotated[Path | None, Parameter(help="Checkpoint to evaluate; without it, the model itself.")] = None,
+    checkpoint: Annotated[
+        Path | None, Parameter(help="Checkpoint, or run folder (its newest), to evaluate; else the model itself.")
+    ] = None,
+    model: Annotated[
+        str | None, Parameter(help="Another model: a name, a folder or a hub id; with --url, its name there.")
+    ] = None,
+    url: Annotated[
+        str | None, Parameter(help="Ask a model behind this OpenAI-compatible URL; needs headrace[remote].")
+    ] = None,
+    api_key_env: Annotated[str | None, Parameter(help="Environment variable that holds the key for --url.")] = None,
+    json: Annotated[Path | None, Parameter(help="Write all figures, task by task, for headrace compare.")] = None,
+    plot: Annotated[Path | None, Parameter(help="Draw a picture (PNG, SVG or PDF); needs headrace[plot].")] = None,
+    episodes: Annotated[Path | None, Parameter(help="Write what was said to FILE.jsonl, a line per episode.")] = None,
 ) -> None:
-    """Evaluate a model or a checkpoint on a run file's sets.
+    """Evaluate a model, a checkpoint or a URL on the sets of a run file or of a run.
 
-    Settings of the file can be changed with `--section.key value`; `headrace train --help` lists them.
+    Settings can be changed with `--section.key value`; `headrace train --help` lists them.
     """
-    config = read_run(file, overrides, "--checkpoint")
-    from headrace.afterwards import evaluate_run
+    _refuse_contradictions(checkpoint, model, url, api_key_env)
+    if model is not None and url is None:
+        overrides = (*overrides, f"--model.name={json_text.dumps(model, ensure_ascii=False)}")
+    if Path(target).is_dir():
+        config = _config_of_run(Path(target), overrides)
+        if model is None and url is None:
+            checkpoint = checkpoint or Path(target)
+    else:
+        config = read_run(target, overrides, *_OPTIONS)
+    from headrace.afterwards import Outputs, Remote, evaluate_run
 
-    evaluate_run(config, checkpoint=checkpoint)
+    remote = Remote(url, model, api_key_env) if url is not None and model is not None else None
+    evaluate_run(config, checkpoint, remote, Outputs(json, plot, episodes))
+
+
+def _refuse_contradictions(checkpoint: Path | None, model: str | None, url: str | None, key: str | None) -> None:
+    if checkpoint is not None and (model is not None or url is not None):
+        raise ConfigError(f"--checkpoint and {'--url' if url else '--model'} both say what to evaluate; leave one out")
+    if url is not None and model is None:
+        raise ConfigError(f"which model at {url}? Add --model NAME, as the server calls it")
+    if key is not None and url is None:
+        raise ConfigError(f"--api-key-env {key} is for a model behind a URL; add --url, or leave it out")
+
+
+def _config_of_run(folder: Path, overrides: tuple[str, ...]) -> RunConfig:
+    from headrace.afterwards import run_of
+    from headrace.rundir import stored_config
+    from headrace.runfile import build_config
+
+    run = run_of(folder)
+    stored = stored_config(run)
+    if stored is None:
+        raise ConfigError(f"{folder} is neither a run folder nor a checkpoint of one; give a run file or a run folder")
+    return build_config(stored, overrides, where=str(run / "config.json"))
 
 
 def export(

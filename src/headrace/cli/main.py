@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from cyclopts import App, CycloptsError
 
 from headrace.cli.algorithms import algorithms
+from headrace.cli.compare import compare
+from headrace.cli.data import data_app
 from headrace.cli.doctor import doctor
 from headrace.cli.evaluate import USAGE as EVAL_USAGE
 from headrace.cli.evaluate import evaluate, export
@@ -48,12 +50,14 @@ app = App(
 app.command(train, name="train", usage=TRAIN_USAGE)
 app.command(sft, name="sft", usage=SFT_USAGE)
 app.command(evaluate, name="eval", usage=EVAL_USAGE)
+app.command(compare, name="compare")
 app.command(export, name="export")
 app.command(simulate, name="simulate", usage=SIMULATE_USAGE)
 app.command(ledger, name="ledger")
 app.command(replay, name="replay")
 app.command(algorithms, name="algorithms")
 app.command(doctor, name="doctor")
+app.command(data_app)
 app.command(model_app)
 
 

@@ -12,6 +12,8 @@ from headrace.data.codec import JsonData, as_tuples, copied
 from headrace.data.task import Message
 from headrace.errors import DataError
 
+NO_ROLLOUT = -1  # it is not known which rollout of its group it is
+
 
 class FinishReason(StrEnum):
     """Why one model call ended."""
@@ -32,6 +34,7 @@ class TerminationReason(StrEnum):
     TOOLS = "tools"
     TIMEOUT = "timeout"
     ERROR = "error"
+    JUDGE = "judge"  # the judger gave no verdict
 
 
 def _require_lengths(owner: str, expected_name: str, expected: int, **lists: Sequence[Any] | None) -> None:
@@ -175,11 +178,15 @@ class Step(JsonData):
 
 @dataclass(frozen=True, slots=True)
 class Trajectory(JsonData):
-    """The ordered Steps of one role, with a reward."""
+    """The ordered Steps of one role, with a reward.
+
+    `rollout_idx` is that of its Episode, from where groups are formed on; before, it is NO_ROLLOUT.
+    """
 
     steps: tuple[Step, ...]
     name: str = "agent"
     reward: float | None = None
+    rollout_idx: int = NO_ROLLOUT
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "steps", tuple(self.steps))

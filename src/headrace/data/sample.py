@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.data.codec import JsonData, as_tuples
-from headrace.data.episode import Step, Trajectory
+from headrace.data.episode import NO_ROLLOUT, Step, Trajectory
 from headrace.errors import DataError
 
 NO_VERSION = -1  # a token that no policy sampled: prompt, tool result, demonstration
@@ -39,6 +39,7 @@ class Sample(JsonData):
     task_id: str = ""
     group_id: int = 0
     reward: float | None = None
+    rollout_idx: int = NO_ROLLOUT
 
     def __post_init__(self) -> None:
         as_tuples(self, "tokens", *_PER_TARGET)
@@ -127,6 +128,7 @@ def merge_steps(trajectory: Trajectory, **identity: Any) -> list[Sample]:
             temperature=row.temperature,
             role=trajectory.name,
             reward=trajectory.final_reward,
+            rollout_idx=trajectory.rollout_idx,
             **identity,
         )
         for row in _rows(trajectory.steps)

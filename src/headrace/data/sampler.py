@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from headrace.data.task import Task
 from headrace.errors import ConfigError
@@ -25,8 +25,15 @@ class TaskSampler:
     """An endless stream of tasks, epoch after epoch. Its whole state is `position` = (epoch, tasks drawn of it)."""
 
     def __init__(
-        self, tasks: Sequence[Task], batch_size: int, seed: int = 0, shuffle: bool = True, drop_last: bool = True
+        self,
+        tasks: Sequence[Task],
+        batch_size: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = True,
+        order: Callable[[int], list[int]] | None = None,
     ) -> None:
+        """`order` says which task stands at each place of an epoch, by its number; it has as many places as tasks."""
         if drop_last and len(tasks) < batch_size:
             raise ConfigError(
                 f"trainer.batch_size is {batch_size}, but there are only {len(tasks)} tasks; "
@@ -37,7 +44,7 @@ class TaskSampler:
         self._seed = seed
         self._shuffle = shuffle
         self._drop_last = drop_last
-        self._order = lru_cache(maxsize=2)(self._new_order)
+        self._order = lru_cache(maxsize=2)(order or self._new_order)
         self.position: Position = (0, 0)
 
     def __len__(self) -> int:
@@ -72,8 +79,21 @@ class TaskSampler:
         epoch, place = position
         return Draw((epoch, place), self._tasks[self._order(epoch)[place]])
 
+    def state(self) -> dict[str, Any] | None:
+        """What a checkpoint keeps beside the position, as JSON; None if there is nothing more."""
+        return None
+
+    def figures(self) -> dict[str, float]:
+        """Metrics of what was drawn since they were last asked for."""
+        return {}
+
     def _new_order(self, epoch: int) -> list[int]:
-        order = list(range(len(self._tasks)))
-        if self._shuffle:
-            random.Random(f"{self._seed}/{epoch}").shuffle(order)
-        return order
+        return epoch_order(len(self._tasks), self._seed, epoch, self._shuffle)
+
+
+def epoch_order(size: int, seed: int | str, epoch: int, shuffle: bool) -> list[int]:
+    """Every number below `size` once: in an order that depends on seed and epoch, or as they are."""
+    order = list(range(size))
+    if shuffle:
+        random.Random(f"{seed}/{epoch}").shuffle(order)
+    return order

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Self
 
+from headrace.config import SourceSection
 from headrace.data.codec import JsonData, copied
-from headrace.errors import ConfigError, DataError
-from headrace.registry import call_with, resolve
+from headrace.errors import DataError
 
 Message = dict[str, Any]
 
@@ -51,60 +49,11 @@ class Task(JsonData):
 
 
 def load_tasks(source: str | Iterable[Task | dict[str, Any]], /, **args: Any) -> list[Task]:
-    """Tasks from a registered source, a .jsonl file, `"module:function"` or any iterable of tasks or dicts.
+    """Tasks from a source by name, as `data.tasks` takes it, or from any iterable of tasks or dicts.
 
-    `args` are the keyword arguments of a source that is a function.
+    `args` are the arguments of a source by name.
     """
-    found, name = (_read(source, args), source) if isinstance(source, str) else (source, "tasks")
-    tasks = [
-        row if isinstance(row, Task) else _task_from_row(row, number, f"{name}, row {number}")
-        for number, row in enumerate(found, 1)
-    ]
-    if not tasks:
-        raise DataError(f"{name} has no tasks")
-    _check_ids(tasks, name)
-    return tasks
+    from headrace.data.sources import load_source  # which makes Tasks, and so imports this module
 
-
-def _read(source: str, args: dict[str, Any]) -> Iterable[Task | dict[str, Any]]:
-    if not source.endswith(".jsonl"):
-        return call_with(resolve("tasks", source), args, f'the task source "{source}"')
-    if args:
-        raise ConfigError(f"the task file {source} takes no arguments, got {', '.join(sorted(args))}; remove args")
-    return read_jsonl(Path(source))
-
-
-def read_jsonl(path: Path) -> list[Task]:
-    """One task per line; an error names file, line and field."""
-    if not path.is_file():
-        raise DataError(f"there is no task file {path}")
-    tasks = []
-    # not splitlines(): it also cuts at separators such as U+2028, which JSON strings may hold as they are
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{path}, line {number}: not valid JSON: {error}") from None
-        tasks.append(_task_from_row(row, number, f"{path}, line {number}"))
-    return tasks
-
-
-def _task_from_row(row: Any, number: int, where: str) -> Task:
-    """A task of a dict; one without an id is named by its number."""
-    if not isinstance(row, dict):
-        raise DataError(f"{where}: expected an object with messages or an instruction, got {row!r}")
-    given_id = row.get("id")
-    try:
-        return Task.from_dict({**row, "id": str(number if given_id is None else given_id)})
-    except DataError as error:
-        raise DataError(f"{where}: {error}") from None
-
-
-def _check_ids(tasks: Sequence[Task], name: str) -> None:
-    seen: set[str] = set()
-    for task in tasks:
-        if task.id in seen:
-            raise DataError(f'{name} has two tasks with the id "{task.id}"; ids must be unique')
-        seen.add(task.id)
+    name, given = (source, None) if isinstance(source, str) else ("tasks", source)
+    return load_source(SourceSection(tasks=name, args=args), given).tasks

@@ -10,9 +10,24 @@ from typing import Any
 
 from headrace.data.episode import Episode, is_number
 from headrace.data.task import Task
-from headrace.errors import ConfigError, WorkflowError
+from headrace.errors import ConfigError, EngineError, LedgerError, PromptTooLongError, WorkflowError
 from headrace.registry import call_with
 from headrace.threads import call_anyhow
+
+
+class JudgeError(WorkflowError):
+    """A judger gave no verdict. The episode fails, which is not the same as wrong; with `stop`, the run ends."""
+
+    def __init__(self, message: str, stop: bool = False, tried_again: bool = False) -> None:
+        super().__init__(message)
+        self.stop = stop
+        self.tried_again = tried_again
+        """Whether judging was already tried as often as it may be."""
+
+
+def ends_the_run(error: Exception) -> bool:
+    """Whether a failure met while judging is not the judger's: of the run's own engine, which it asked, or ledger."""
+    return isinstance(error, (EngineError, LedgerError)) and not isinstance(error, PromptTooLongError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +46,11 @@ class Verdict:
 
 class Judger(ABC):
     """Scores an episode."""
+
+    @property
+    def label(self) -> str:
+        """What its verdicts are recorded under."""
+        return type(self).__name__
 
     @abstractmethod
     async def judge(self, task: Task, episode: Episode) -> Verdict:

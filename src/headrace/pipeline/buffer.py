@@ -94,7 +94,7 @@ class TrajectoryGroupBuffer:
         episodes = tuple(episodes)
         sound = [episode for episode in episodes if not episode.failed]
         kept = drop_by_termination(sound, self._filters.drop_terminations)
-        groups = trained_roles(self._form(kept), self._algorithm) if kept else []
+        groups = trained_roles(self._form([_numbered(episode) for episode in kept]), self._algorithm) if kept else []
         reason = reason_to_drop(groups, self._filters)
         if sound and not kept:
             reason = f"every episode ended by {', '.join(sorted({episode.termination for episode in sound}))}"
@@ -230,6 +230,12 @@ class _Store:
         return path
 
 
+def _numbered(episode: Episode) -> Episode:
+    """The episode with trajectories that know which rollout they are of, wherever a grouping takes them."""
+    own = tuple(replace(trajectory, rollout_idx=episode.rollout_idx) for trajectory in episode.trajectories)
+    return replace(episode, trajectories=own)
+
+
 def form_groups(episodes: Sequence[Episode]) -> tuple[TrajectoryGroup, ...]:
     """Trajectories of one task, grouped by role."""
     members: dict[str, list[Trajectory]] = {}
@@ -249,7 +255,7 @@ def group_by_step(episodes: Sequence[Episode]) -> list[TrajectoryGroup]:
         for trajectory in impute_names(episode.trajectories):
             for place, step in enumerate(trajectory.steps):
                 reward = step.reward if step.reward is not None else trajectory.reward
-                alone = Trajectory((step,), trajectory.name, reward)
+                alone = replace(trajectory, steps=(step,), reward=reward)
                 members.setdefault((trajectory.name, place), []).append(alone)
     first = episodes[0]
     return [

@@ -14,6 +14,7 @@ from headrace.data.ledger.records import (
     ProcessRecord,
     PublicationRecord,
     ResultRecord,
+    TrainedRow,
     UnfinishedGroup,
 )
 
@@ -30,6 +31,7 @@ __all__ = [
     "ProcessRecord",
     "PublicationRecord",
     "ResultRecord",
+    "TrainedRow",
     "UnfinishedGroup",
     "digest",
 ]

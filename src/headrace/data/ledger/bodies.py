@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import Any, Final
 
-from headrace.data.episode import Episode, ModelOutput, OwnedMessages, Step, Trajectory
+from headrace.data.episode import NO_ROLLOUT, Episode, ModelOutput, OwnedMessages, Step, Trajectory
 from headrace.data.ledger.pack import Packer, expand, runs, same_floats, unpack
 from headrace.data.ledger.records import CallRecord
 from headrace.data.task import Message
@@ -129,11 +129,17 @@ def pack_episode(episode: Episode, calls: Mapping[int, CallRecord], unstorable: 
     """
     packer = Packer()
     trajectories = [
-        [trajectory.name, trajectory.reward, [_packed_step(step, calls, packer) for step in trajectory.steps]]
+        [
+            trajectory.name,
+            trajectory.reward,
+            [_packed_step(step, calls, packer) for step in trajectory.steps],
+            # known by the episode, unless a workflow says something else
+            *([] if trajectory.rollout_idx == NO_ROLLOUT else [trajectory.rollout_idx]),
+        ]
         for trajectory in episode.trajectories
     ]
     # mostly: each Step is what its call returned
-    plain = all(type(name) is str and all(step.keys() <= _OF for step in steps) for name, _, steps in trajectories)
+    plain = all(type(name) is str and all(step.keys() <= _OF for step in steps) for name, _, steps, *_ in trajectories)
     return packer.packed([trajectories, dict(unstorable)] if unstorable else [trajectories], plain and not unstorable)
 
 
@@ -141,8 +147,8 @@ def unpack_episode(body: bytes, columns: Mapping[str, Any], calls: Mapping[int, 
     """The inverse of `pack_episode`; `columns` are the episode's other fields."""
     (trajectories, *unstorable), arrays = unpack(body)
     built = tuple(
-        Trajectory(tuple(_unpacked_step(step, calls, arrays) for step in steps), name, reward)
-        for name, reward, steps in trajectories
+        Trajectory(tuple(_unpacked_step(step, calls, arrays) for step in steps), name, reward, *rollout_idx)
+        for name, reward, steps, *rollout_idx in trajectories
     )
     return Episode(**{**columns, **(unstorable[0] if unstorable else {}), "trajectories": built})
 

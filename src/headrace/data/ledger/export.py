@@ -6,15 +6,19 @@ import base64
 import json
 import math
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from headrace.data.episode import NO_ROLLOUT, Trajectory
 from headrace.data.ledger.reader import LedgerReader
-from headrace.data.ledger.records import EpisodeRecord
+from headrace.data.ledger.records import EpisodeRecord, GroupState, TrainedRow
 from headrace.errors import ConfigError, LedgerError, boundary
 from headrace.registry import load_object
 
 Write = Callable[[Iterator[dict[str, Any]], Path], int]
+
+_BATCHES, _GROUPS = 8, 1024  # whose rows, and whose steps, are kept at hand
 
 
 def export_episodes(
@@ -22,7 +26,8 @@ def export_episodes(
 ) -> int:
     """Write the episodes of a kind, decided within the steps, as `out` ends; how many there were."""
     write = _writer(out)
-    rows = (row_of(record) for record in reader.episodes(kind, first_step, end_step))
+    trained = _Trained(reader)
+    rows = (row_of(record, trained.of(record)) for record in reader.episodes(kind, first_step, end_step))
     beside = out.with_name(f".{out.name}.partial")
     with boundary(LedgerError, f"cannot write {out}", OSError):
         try:
@@ -51,8 +56,56 @@ def write_jsonl(rows: Iterator[dict[str, Any]], path: Path) -> int:
     return count
 
 
-def row_of(record: EpisodeRecord) -> dict[str, Any]:
-    """An episode as plain data, what became of it first."""
+class _Trained:
+    """What episodes were trained with. Episodes that follow each other were mostly trained in the same few batches."""
+
+    def __init__(self, reader: LedgerReader) -> None:
+        self._reader = reader
+        self._rows_of = lru_cache(maxsize=_BATCHES)(self._read_rows)
+        self._steps_of = lru_cache(maxsize=_GROUPS)(reader.steps_of)
+
+    def of(self, record: EpisodeRecord) -> list[dict[str, Any]] | None:
+        """By step and role; empty if nothing of it was trained, None if it is not recorded, or not whose rows are."""
+        if record.kind != "train" or record.decision == GroupState.FAILED:
+            return []
+        place, found = (record.episode.group_id, record.episode.rollout_idx), []
+        for step in self._steps_of(place[0]):
+            rows = self._rows_of(step)
+            if rows is None or (place[0], NO_ROLLOUT) in rows:
+                return None
+            by_role: dict[str, list[TrainedRow]] = {}
+            for row in rows.get(place, ()):
+                by_role.setdefault(row.role, []).append(row)
+            found += [_trained_of(step, role, own) for role, own in by_role.items()]
+        return found
+
+    def _read_rows(self, step: int) -> dict[tuple[int, int], list[TrainedRow]] | None:
+        rows = self._reader.trained_rows(step)
+        if rows is None:
+            return None
+        found: dict[tuple[int, int], list[TrainedRow]] = {}
+        for row in rows:
+            found.setdefault((row.group_id, row.rollout_idx), []).append(row)
+        return found
+
+
+def _trained_of(step: int, role: str, rows: list[TrainedRow]) -> dict[str, Any]:
+    """One number where all trained tokens of the trajectory have the same advantage, else a list per row."""
+    advantages = [list(row.advantages) for row in rows if row.advantages is not None]
+    # by their text: 0.0 is not -0.0, and a NaN is itself
+    alike = len({repr(value) for values in advantages for value in values}) == 1
+    return {
+        "step": step,
+        "role": role,
+        "tokens": [row.tokens for row in rows],
+        "advantage": plain(advantages[0][0]) if alike else None,
+        "advantages": plain(advantages) if advantages and not alike else None,
+        "preferred": [row.preferred for row in rows] if rows[0].preferred is not None else None,
+    }
+
+
+def row_of(record: EpisodeRecord, trained: list[dict[str, Any]] | None) -> dict[str, Any]:
+    """An episode as plain data, what became of it first. `trained` is what it was trained with."""
     episode = record.episode
     return {
         "kind": record.kind,
@@ -76,8 +129,14 @@ def row_of(record: EpisodeRecord) -> dict[str, Any]:
         "generated_tokens": record.generated_tokens,
         "duration_s": record.duration_s,
         "pruned": record.pruned,
-        "trajectories": plain([trajectory.to_dict() for trajectory in episode.trajectories]),
+        "trained": trained,
+        "trajectories": plain([_trajectory(trajectory) for trajectory in episode.trajectories]),
     }
+
+
+def _trajectory(trajectory: Trajectory) -> dict[str, Any]:
+    """Without the number of the rollout, which the episode has."""
+    return {name: value for name, value in trajectory.to_dict().items() if name != "rollout_idx"}
 
 
 def plain(value: Any) -> Any:

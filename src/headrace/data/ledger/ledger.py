@@ -17,6 +17,7 @@ from headrace.data.ledger.reader import LedgerReader
 from headrace.data.ledger.recorder import Recorder, packed_result
 from headrace.data.ledger.records import CallRecord, GroupState
 from headrace.data.ledger.writer import Writer
+from headrace.data.sample import TrainBatch
 from headrace.data.task import Message
 
 _DEFAULT = LedgerSection()
@@ -165,12 +166,15 @@ class Ledger(LedgerReader):
         group_ids: Sequence[int],
         again: Sequence[int] = (),
         pieces: Sequence[int] = (),
+        trained: Sequence[TrainBatch] = (),
     ) -> None:
         """A batch is about to be trained after `step` optimizer steps. `again` are groups trained before.
 
-        `pieces` tells how many groups were learned from at a time; empty: all at once.
+        `pieces` tells how many groups were learned from at a time; empty: all at once. `trained` are the rows that
+        were made of the groups, with their advantages.
         """
-        self._writer.put(Recorder.batch, step, version, tuple(group_ids), tuple(again), tuple(pieces))
+        batch = (step, version, tuple(group_ids), tuple(again), tuple(pieces), tuple(trained))
+        self._writer.put(Recorder.batch, *batch)
 
     def committed(self, step: int, steps: int) -> None:
         """So many optimizer steps were made on the batch of `step`."""

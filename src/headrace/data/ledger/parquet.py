@@ -32,6 +32,16 @@ _STEP = pa.struct(
     ]
 )
 _TRAJECTORY = pa.struct([("name", pa.string()), ("reward", pa.float64()), ("steps", pa.list_(_STEP))])
+_TRAINED = pa.struct(
+    [
+        ("step", pa.int64()),
+        ("role", pa.string()),
+        ("tokens", pa.list_(pa.int64())),
+        ("advantage", pa.float64()),
+        ("advantages", pa.list_(pa.list_(pa.float64()))),
+        ("preferred", pa.list_(pa.bool_())),
+    ]
+)
 SCHEMA = pa.schema(
     [
         *((name, pa.string()) for name in ("kind", "set", "decision", "reason")),
@@ -45,6 +55,7 @@ SCHEMA = pa.schema(
         *((name, pa.int64()) for name in ("oldest_version", "newest_version", "generated_tokens")),
         ("duration_s", pa.float64()),
         ("pruned", pa.bool_()),
+        ("trained", pa.list_(_TRAINED)),
         ("trajectories", pa.list_(_TRAJECTORY)),
     ]
 )

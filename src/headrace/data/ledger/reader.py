@@ -27,8 +27,10 @@ from headrace.data.ledger.records import (
     ProcessRecord,
     PublicationRecord,
     ResultRecord,
+    TrainedRow,
     UnfinishedGroup,
 )
+from headrace.data.ledger.rows import unpack_rows
 from headrace.errors import LedgerError
 
 Row = tuple[Any, ...]
@@ -228,6 +230,16 @@ class LedgerReader:
         rows = self._rows("SELECT group_id, again FROM batch_groups WHERE step = ? ORDER BY place", (batch.step,))
         fresh, again = (tuple(group_id for group_id, flag in rows if flag == wanted) for wanted in (0, 1))
         return replace(batch, group_ids=fresh, again=again)
+
+    def trained_rows(self, step: int) -> tuple[TrainedRow, ...] | None:
+        """The rows of the batch that was trained after so many steps; None if they are not, or no longer, recorded."""
+        found = self._row("SELECT body FROM batch_rows WHERE step = ?", (step,))
+        return None if found is None else unpack_rows(found[0])
+
+    def steps_of(self, group_id: int) -> list[int]:
+        """The steps of the batches that held a group, in order."""
+        query = "SELECT step FROM batch_groups WHERE group_id = ? ORDER BY step"
+        return [step for (step,) in self._rows(query, (group_id,))]
 
     def last_batch(self) -> BatchRecord | None:
         """The batch that was recorded last."""

@@ -19,6 +19,8 @@ from headrace.data.ledger.pack import pack_value, to_json
 from headrace.data.ledger.pending import BODY, CALLED, EVALUATED, FINISHED, RESULTED, STARTED, PendingRows
 from headrace.data.ledger.reader import LedgerReader
 from headrace.data.ledger.records import CallRecord, EpisodeState, GroupState, ResultRecord
+from headrace.data.ledger.rows import pack_rows
+from headrace.data.sample import TrainBatch
 from headrace.errors import LedgerError
 
 Rollout = tuple[int, int, int]
@@ -191,7 +193,13 @@ class Recorder:
                 held.pop(group_id, None)
 
     def batch(
-        self, step: int, version: int, group_ids: Sequence[int], again: Sequence[int], pieces: Sequence[int]
+        self,
+        step: int,
+        version: int,
+        group_ids: Sequence[int],
+        again: Sequence[int],
+        pieces: Sequence[int],
+        trained: Sequence[TrainBatch],
     ) -> None:
         known = self._reader.batch_record(step)
         if known is not None:
@@ -212,6 +220,8 @@ class Recorder:
         self._connection.executemany(
             "UPDATE groups SET step = ? WHERE group_id = ?", [(step, group_id) for group_id, _ in members]
         )
+        if trained:
+            self._execute("INSERT INTO batch_rows VALUES (?, ?)", (step, pack_rows(trained)))
 
     def committed(self, step: int, steps: int) -> None:
         done = self._execute(
@@ -260,6 +270,7 @@ class Recorder:
                 f"DELETE FROM {table} WHERE episode_id IN (SELECT episode_id FROM episodes WHERE group_id = ?)", groups
             )
         self._connection.executemany("DELETE FROM prompts WHERE group_id = ?", groups)
+        self._execute("DELETE FROM batch_rows WHERE step < ?", (limit,))
         self._connection.executemany("UPDATE groups SET pruned = 1 WHERE group_id = ?", groups)
 
     # ---- what is looked up ----------------------------------------------------------------------------------------

@@ -127,6 +127,22 @@ class BatchRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class TrainedRow:
+    """One row of a training batch, with the advantages of its trained tokens.
+
+    `rollout_idx` is -1 where a grouping hook did not tell. A row of a preference pair has no advantages; it is the
+    `preferred` one or the other.
+    """
+
+    group_id: int
+    rollout_idx: int
+    role: str
+    tokens: int
+    advantages: tuple[float, ...] | None
+    preferred: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class PublicationRecord:
     """Weights that were handed to the engine."""
 

@@ -1,0 +1,124 @@
+"""Who judges which task, how many at once, for how long, and what becomes of a failure."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any, Protocol
+
+from headrace.data.episode import Episode
+from headrace.data.task import Task
+from headrace.errors import ConfigError, is_infrastructure
+from headrace.judge.base import JudgeError, Judger, Verdict, ends_the_run
+from headrace.judge.compose import Holder, make_judger
+from headrace.registry import nearest
+
+log = logging.getLogger("headrace")
+
+_PAUSE_S = 0.25  # doubled before each retry
+
+
+class RouteError(ConfigError):
+    """A source has no judger. It ends the run: no retry and no other episode would find one."""
+
+
+class Rules(Protocol):
+    """What `[judge]` says."""
+
+    @property
+    def concurrency(self) -> int: ...
+    @property
+    def timeout_s(self) -> float: ...
+    @property
+    def retries(self) -> int: ...
+    @property
+    def on_failure(self) -> str: ...
+
+
+class Router(Holder):
+    """Each task goes to the judger of its `source`, or to that of "*"."""
+
+    def __init__(self, routes: dict[str, Any]) -> None:
+        if not routes:
+            raise ConfigError('judge.routes is empty; name a judger for each source, or for "*"')
+        self._judgers = {source: make_judger(given, f'judge.routes."{source}"') for source, given in routes.items()}
+
+    async def judge(self, task: Task, episode: Episode) -> Verdict:
+        judger = self._judgers.get(task.source) or self._judgers.get("*")
+        if judger is None:
+            raise RouteError(
+                f'task "{task.id}" has the source "{task.source}", for which judge.routes has no judger'
+                f'{nearest(task.source, self._judgers)}; add a route for it, or one for "*"'
+            )
+        return await judger.judge(task, episode)
+
+    def held(self) -> list[Judger]:
+        return list(self._judgers.values())
+
+
+class GuardedJudger(Holder):
+    """Another judger, under the rules of `[judge]`. A verdict that cannot be had is a JudgeError."""
+
+    def __init__(self, judger: Judger, rules: Rules) -> None:
+        self.judger = judger
+        self._rules = rules
+        self._places = asyncio.Semaphore(rules.concurrency)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.failed = 0
+        """Episodes without a verdict."""
+        self.judged = 0
+        """Episodes with one."""
+        self.time_s = 0.0
+        """Seconds spent on all of them, one after the other, waiting for a place not counted."""
+
+    async def judge(self, task: Task, episode: Episode) -> Verdict:
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:  # of an earlier asyncio.run
+            self._loop, self._places = loop, asyncio.Semaphore(self._rules.concurrency)
+        async with self._places:
+            start = loop.time()
+            try:
+                verdict = await self._tried(task, episode)
+            except RouteError as error:
+                raise JudgeError(str(error), stop=True, tried_again=True) from error
+            except Exception as error:
+                if ends_the_run(error):
+                    raise
+                self.failed += 1
+                stop = self._rules.on_failure == "stop"
+                hint = '; the run ends because judge.on_failure is "stop"' if stop else ""
+                raise JudgeError(f"{type(error).__name__}: {error}{hint}", stop, tried_again=True) from error
+            finally:
+                self.time_s += loop.time() - start
+            self.judged += 1
+            return verdict
+
+    async def _tried(self, task: Task, episode: Episode) -> Verdict:
+        retries = 0
+        while True:
+            try:
+                return await self._once(task, episode)
+            except Exception as error:
+                if retries >= self._rules.retries or not is_infrastructure(error):
+                    raise
+                retries += 1
+                log.warning("task %s is judged again: %s: %s", task.id, type(error).__name__, error)
+                await asyncio.sleep(_PAUSE_S * 2**retries)
+
+    async def _once(self, task: Task, episode: Episode) -> Verdict:
+        limit = asyncio.timeout(self._rules.timeout_s)
+        try:
+            async with limit:
+                return await self.judger.judge(task, episode)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            late = f"judging took longer than {self._rules.timeout_s:g} s; raise judge.timeout_s"
+            raise TimeoutError(late) from error
+
+    @property
+    def label(self) -> str:
+        return self.judger.label
+
+    def held(self) -> list[Judger]:
+        return [self.judger]
