@@ -1,4 +1,4 @@
-"""A small text game of several turns: a caller names numbers, one per turn, and the model is to answer with the same."""
+"""A small text game of several turns: a caller names numbers, one per turn, and the model answers with the same."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Echo:
         return f"Make {number} from {number}. Use each number once."
 
 
-def games(split: str, count: int, turns: int = 4, highest: int = 20) -> Iterator[Task]:
+def games(split: str, count: int, turns: int = 3, highest: int = 9) -> Iterator[Task]:
     """Games of so many turns. No order of calls of "test" is one of "train"."""
     rng = random.Random(split)
     made = 0
