@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from contextlib import chdir
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,16 +18,16 @@ from headrace.runfile import load_config
 from headrace.trainer import UnifiedTrainer
 
 ROOT = Path(__file__).parent.parent
-KEY = "eval/countdown/pass@1"
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A run file with settings laid over it, and how many points it must gain."""
+    """A run file with settings laid over it, and how many points it must gain in which evaluation set."""
 
     file: str
     settings: tuple[str, ...] = ()
     margin: float = 0.30
+    evaluated: str = "countdown"
 
 
 # Four updates per batch: with one, every ratio is 1 and these losses have the same gradient as ppo_clip.
@@ -41,6 +42,7 @@ RECIPES = {
     "distill": Recipe("countdown_distill.toml"),
     "self_distill": Recipe("self_distill.toml"),
     "dpo": Recipe("countdown_dpo.toml"),
+    "echo": Recipe("echo.toml", evaluated="echo"),  # several turns
 }
 
 
@@ -52,11 +54,11 @@ def run_recipe(name: str, seed: int, work: Path, *extra: str) -> tuple[float, fl
         settings = [*recipe.settings, f"--run.dir={work}", f"--run.name={run.name}", f"--run.seed={seed}", *extra]
         if name == "distill":
             settings.append(f"--distill.teacher={_teacher(work, *extra)}")
-        if name == "self_distill":
-            settings.append(f"--workflow.name={ROOT / 'examples' / 'self_distill.py'}:solve")
-        UnifiedTrainer(load_config(ROOT / "examples" / recipe.file, settings)).fit()
+        with chdir(ROOT):  # where the run files say that they are started
+            UnifiedTrainer(load_config(ROOT / "examples" / recipe.file, settings)).fit()
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    scores = [row[KEY] for row in rows if KEY in row]
+    key = f"eval/{recipe.evaluated}/pass@1"
+    scores = [row[key] for row in rows if key in row]
     return scores[0], scores[-1]
 
 
@@ -80,9 +82,11 @@ def main() -> None:
     args = parser.parse_args()
     extra, seeds, work = ((), args.seeds, args.work)
     if args.quick:
-        extra = ("--trainer.steps=2", "--eval.sets.countdown.args.count=20", "--eval.every=0")
-        seeds, work = [0], args.work / "quick"
-    table = {name: {seed: run_recipe(name, seed, work, *extra) for seed in seeds} for name in args.recipes}
+        extra, seeds, work = ("--trainer.steps=2", "--eval.every=0"), [0], args.work / "quick"
+    table = {}
+    for name in args.recipes:
+        small = (f"--eval.sets.{RECIPES[name].evaluated}.args.count=20",) if args.quick else ()
+        table[name] = {seed: run_recipe(name, seed, work.resolve(), *extra, *small) for seed in seeds}
     print("| recipe | " + " | ".join(f"seed {seed}" for seed in seeds) + " |")
     print("| --- |" + " --- |" * len(seeds))
     for name, scores in table.items():

@@ -26,6 +26,7 @@ _SAME = (
     "SELECT b.step, b.place, b.group_id, again, epoch, g.place FROM batch_groups b JOIN groups g USING (group_id) "
     "ORDER BY 1, 2",
     "SELECT group_id, epoch, place, state, trained, filtered, failed FROM groups ORDER BY 1",
+    "SELECT step, body FROM batch_rows ORDER BY 1",
     "SELECT version, fingerprint, step FROM publications ORDER BY 1",
     "SELECT step, name, metrics FROM evaluations ORDER BY 1, 2",
     "SELECT group_id, rollout_idx, reward, termination FROM episodes WHERE state = 'finished' ORDER BY 1, 2",

@@ -43,7 +43,8 @@ def test_a_termination_is_the_same_as_its_name() -> None:
 
 def test_every_reason_without_a_failure_can_be_dropped_and_no_other() -> None:
     (choices, _) = get_args(FilterSection.model_fields["drop_terminations"].annotation)
-    assert set(get_args(choices)) == set(TerminationReason) - {TerminationReason.DONE, TerminationReason.ERROR}
+    others = {TerminationReason.DONE, TerminationReason.ERROR, TerminationReason.JUDGE}
+    assert set(get_args(choices)) == set(TerminationReason) - others
 
 
 # ---- names -----------------------------------------------------------------------------------------------------------

@@ -104,7 +104,7 @@ async def test_over_http_the_model_says_what_it_says_without(bundled: tuple[Watc
     engine, model = bundled
     async with model_session(model) as session, async_client(session) as client:
         await client.chat.completions.create(model="any", messages=list(TASK.messages))  # type: ignore[arg-type]
-    direct = Model(engine, model._template, model._sampling, seed=3)
+    direct = Model(engine, model.template, model.sampling, seed=3)
     await direct.chat(TASK.messages)
     assert engine.made[0] == engine.made[1] and model.trajectories() == direct.trajectories()
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from headrace.agents.gateway import close_gateway
 from headrace.agents.loop import AgentLoopManager
 from headrace.assembly import assemble_evaluation, assemble_remote_evaluation, resolve_objective
 from headrace.backends.base import Backend
@@ -160,6 +161,7 @@ class _Evaluation:
                 said.close()
             await evaluator.close()
             await manager.close()
+            await close_gateway()
 
     def _progress(self, show: Callable[[str, int, int], None]) -> Callable[[str, int, int], None]:
         def told(name: str, done: int, total: int) -> None:

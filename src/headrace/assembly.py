@@ -9,6 +9,7 @@ from typing import Any
 from headrace.agents.budget import Budget
 from headrace.agents.chat import ChatTemplate
 from headrace.agents.completer import Model
+from headrace.agents.gateway import configure as configure_gateway
 from headrace.agents.loop import AgentLoopManager, Limits
 from headrace.agents.remote_model import Client, NoEngine, remote_model
 from headrace.agents.workflow import RunFunction, as_run_function, demonstration, preference, single_turn
@@ -134,6 +135,7 @@ def _evaluation_parts(
     config: RunConfig, run: RunFunction, judge: Judger | None, sets: EvaluationSets, new_backend: Any
 ) -> EvaluationParts:
     """Loads the model."""
+    configure_gateway(config.gateway)
     ways = _ways_to_evaluate(config, run, judge)
     metrics = _metric_functions(config)
     backend: Backend = new_backend(config)

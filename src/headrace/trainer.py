@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace import memory
+from headrace.agents.gateway import close_gateway
 from headrace.agents.store import StoredValues
 from headrace.alarms import Alarms
 from headrace.assembly import Tasks, assemble, resolve_objective
@@ -113,6 +114,7 @@ class UnifiedTrainer:
             self._alarms = Alarms(self.config, self._trackers.message)
             async with AsyncExitStack() as held:  # closed in the opposite order, all of it, whatever fails
                 held.push_async_callback(lambda: self._parts.backend.close())
+                held.push_async_callback(close_gateway)
                 held.push_async_callback(lambda: self._parts.engine.close())
                 self._journal = held.enter_context(closing(open_journal(self._run_dir, self.config)))
                 held.callback(self._trackers.close)

@@ -46,8 +46,9 @@ class Model:
         values: Values | None = None,
     ) -> None:
         self._engine = engine
-        self._template = chat
-        self._sampling = sampling
+        self.template = chat
+        self.sampling = sampling
+        """The run's own settings, which a call may go over."""
         self._seed = seed
         self._record = record or NoRecord()
         self.store = Store(values or ValuesInMemory(), self.recorded)
@@ -72,13 +73,31 @@ class Model:
         `tools` are what the model may call, as OpenAI's function schemas; the reply's `tool_calls` are what it calls.
         Keyword arguments (`temperature`, `top_p`, `top_k`, `max_tokens`, `stop`, …) go over the run's own settings.
         """
-        if isinstance(sampling.get("stop"), str):
-            sampling["stop"] = (sampling["stop"],)
-        params = replace(self._sampling, **sampling) if sampling else self._sampling
         history = OwnedMessages.copy_of(messages)  # at once: the workflow may change its list while the model answers
         answered = self._answered.setdefault(role, {})
         prompt_ids = self._prompt_ids(answered, history, tools)
-        params = self.spending.take_turn(params)
+        return await self._call(prompt_ids, role, history, tools, sampling)
+
+    async def complete(self, prompt: str | Sequence[int], role: str = "agent", **sampling: Any) -> ModelOutput:
+        """Go on from plain text or ids, without a chat template; recorded like any other call.
+
+        A text that begins with an earlier one of the role and its reply keeps their exact ids.
+        """
+        shown = prompt if isinstance(prompt, str) else list(prompt)
+        # a role that no message has, so that no conversation is ever taken to go on from here
+        history = OwnedMessages(({"role": "prompt", "content": shown},))
+        answered = self._answered.setdefault(role, {})
+        prompt_ids = self._ids_of_text(answered, prompt) if isinstance(prompt, str) else tuple(prompt)
+        return await self._call(prompt_ids, role, history, (), sampling)
+
+    async def _call(
+        self, prompt_ids: tuple[int, ...], role: str, history: OwnedMessages, tools: Sequence[ToolSchema],
+        sampling: dict[str, Any],
+    ) -> ModelOutput:  # fmt: skip
+        if isinstance(sampling.get("stop"), str):
+            sampling["stop"] = (sampling["stop"],)
+        params = self.spending.take_turn(replace(self.sampling, **sampling) if sampling else self.sampling)
+        answered = self._answered[role]
         call, self._calls = self._calls, self._calls + 1
         answered[call] = None  # its place: of calls side by side, a late answer stands where it was asked for
         try:
@@ -133,7 +152,7 @@ class Model:
             await asyncio.sleep(0)  # as a live call would: others may go on
             return known
         generation = await self._generate(prompt_ids, params, seed)
-        output = self._template.parse(generation, params.stop or (), call, tools)
+        output = self.template.parse(generation, params.stop or (), call, tools)
         self._record.called(output, role, seed, digest, history)
         return output
 
@@ -169,17 +188,26 @@ class Model:
 
     def demonstrate(self, messages: Sequence[Message]) -> list[Step]:
         """Steps whose responses are the assistant turns of a given conversation: nothing is sampled."""
-        return self._template.demonstration(messages)
+        return self.template.demonstration(messages)
 
     def _prompt_ids(self, answered: Answered, messages: OwnedMessages, tools: Sequence[ToolSchema]) -> tuple[int, ...]:
         """The ids of the longest conversation so far that the messages go on with, and those of the new messages."""
         earlier = [pair for pair in reversed(answered.values()) if pair is not None]
         for output, step in sorted(earlier, key=lambda pair: -len(pair[1].messages)):
-            extended = self._template.extend(step.messages, output, messages, tools)
+            extended = self.template.extend(step.messages, output, messages, tools)
             if extended is not None:
                 return extended
         self.diverged_prefixes += bool(answered)
-        return self._template.render(messages, tools)
+        return self.template.render(messages, tools)
+
+    def _ids_of_text(self, answered: Answered, prompt: str) -> tuple[int, ...]:
+        best, kept = "", None
+        for output, step in (pair for pair in answered.values() if pair is not None):
+            before = step.messages[0]["content"] if step.messages[0]["role"] == "prompt" else None
+            so_far = before + output.text if isinstance(before, str) else None
+            if so_far is not None and prompt.startswith(so_far) and len(so_far) > len(best):
+                best, kept = so_far, (*output.prompt_ids, *output.completion_ids)
+        return (*(kept or ()), *self.template.encode(prompt[len(best) :]))
 
 
 def hit_limit(output: ModelOutput) -> bool:

@@ -72,6 +72,9 @@ class RemoteModel(Model):
         super().__init__(engine, chat, sampling, seed, training, *more)
         self._client = client
 
+    async def complete(self, prompt: str | Sequence[int], role: str = "agent", **sampling: Any) -> ModelOutput:
+        raise WorkflowError("a model behind a URL is asked with messages; use model.chat")
+
     def _prompt_ids(self, answered: Answered, messages: OwnedMessages, tools: Sequence[ToolSchema]) -> tuple[int, ...]:
         return ()
 

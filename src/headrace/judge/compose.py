@@ -33,9 +33,12 @@ class Holder(Judger):
     def held(self) -> list[Judger]:
         """The judgers inside."""
 
+    _closed = False
+
     async def close(self) -> None:
-        """Close those that hold something."""
-        for judger in self.held():
+        """Close those that hold something, once: training and evaluation share them."""
+        held, self._closed = [] if self._closed else self.held(), True
+        for judger in held:
             close = getattr(judger, "close", None)
             if callable(close):
                 await call_anyhow(close)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from headrace.agents.completer import Model
-from headrace.agents.gateway.raw import complete
 from headrace.agents.gateway.wire import Call, Identity, Refusal, Reply
 from headrace.agents.messages import ToolSchema
 from headrace.agents.record import DivergedReplay
@@ -68,7 +67,7 @@ class Session:
 
     def count_tokens(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> int:
         """Length of a prompt."""
-        return len(self.model._template.render(messages, tools))
+        return len(self.model.template.render(messages, tools))
 
     async def close(self) -> None:
         """End the calls under way; their clients are told that the session is over."""
@@ -106,7 +105,7 @@ class Session:
             self._given_up[key] += 1
             raise
         self.limit = None
-        decode = self.model._template.decode
+        decode = self.model.template.decode
         tokens = tuple(decode([token]) for token in output.completion_ids) if call.logprobs else ()
         reply = Reply(secrets.token_hex(12), int(time.time()), output, tokens, self._stopped_by(call, output))
         self._answers[key] = reply
@@ -117,12 +116,12 @@ class Session:
     async def _sample(self, call: Call) -> Any:
         sampling = self._sampling(call)
         if call.prompt is not None:
-            return await complete(self.model, call.prompt, call.role, **sampling)
+            return await self.model.complete(call.prompt, call.role, **sampling)
         return await self.model.chat(call.messages, call.role, call.tools, **sampling)
 
     def _sampling(self, call: Call) -> dict[str, Any]:
         """What a client may change: a reply can be cut earlier. What is sampled from is the run's to say."""
-        own = self.model._sampling.filled(DEFAULT_SAMPLING)
+        own = self.model.sampling.filled(DEFAULT_SAMPLING)
         for name, wish in call.wishes.items():
             if wish != getattr(own, name):
                 self.warn_once(f"clients' {name} is ignored: the run file decides how replies are sampled")
@@ -137,7 +136,7 @@ class Session:
         """The stop string that ended the reply."""
         if not call.stop:
             return None
-        whole = self.model._template.decode(output.completion_ids)
+        whole = self.model.template.decode(output.completion_ids)
         rest = whole[len(output.text) :]
         return next((word for word in call.stop if rest.startswith(word)), None)
 
