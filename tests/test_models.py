@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -382,3 +385,14 @@ def test_a_state_dict_is_loaded_into_the_shared_buffers() -> None:
     assert_close(
         assert_decodes_what_it_trains(model), packed_logits(build_causal_model(other), tiny.random_rows(*LENGTHS)), 0.0
     )
+
+
+def test_bfloat16_is_safe_where_the_machine_reports_units_that_it_does_not_have() -> None:
+    # in a process of its own: where it is not safe, it ends
+    code = (
+        "import torch; from headrace.models.bfloat16 import make_bfloat16_safe; make_bfloat16_safe(); "
+        "a = torch.ones(64, 64, dtype=torch.bfloat16); print(torch.nn.functional.linear(a, a)[0, 0].item())"
+    )
+    environment = {key: value for key, value in os.environ.items() if key != "ONEDNN_MAX_CPU_ISA"}
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, "64.0")

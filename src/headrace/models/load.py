@@ -11,6 +11,7 @@ from transformers.utils import logging as transformers_logging
 
 from headrace.config import LoraSection, ModelSection
 from headrace.errors import ModelError, boundary
+from headrace.models.bfloat16 import make_bfloat16_safe
 from headrace.models.catalog import resolve_model
 
 transformers_logging.disable_progress_bar()  # a bar for a second of loading would break the live view
@@ -26,6 +27,8 @@ def load_tokenizer(name: str) -> Any:
 def load_model(section: ModelSection) -> Any:
     """The transformers model, in the wanted type, without dropout, with adapters if the section asks for them."""
     folder = resolve_model(section.name)
+    if section.dtype == "bfloat16":
+        make_bfloat16_safe()
     with boundary(ModelError, f'cannot load model "{section.name}"'):
         config = AutoConfig.from_pretrained(folder)
         _switch_dropout_off(config)

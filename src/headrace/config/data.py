@@ -1,0 +1,158 @@
+"""Where tasks come from, for training and for evaluation."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from headrace.config.base import Section
+
+_TASK_FIELDS = ("id", "messages", "instruction", "answer", "source", "metadata")
+
+
+class SourceSection(Section):
+    """Tasks from one place, and how its rows become tasks."""
+
+    tasks: str
+    """A registered source, a .jsonl or .parquet file, a folder of a saved Hugging Face dataset, "hf:NAME",
+    "reasoning_gym:FAMILY", or "module:function" of your own that returns tasks."""
+    args: dict[str, Any] = {}
+    """Keyword arguments of the source."""
+    columns: dict[str, str] = {}
+    """Which column each field of a task is taken from, such as { instruction = "question" }; dots lead into a column. A
+    field that is not named here is taken from the column of its own name."""
+    template: str | None = None
+    """The instruction, made of columns: "{question}\\nAnswer:"."""
+    keep_columns: bool = False
+    """Put the columns that are no fields of a task into its metadata."""
+    system: str | None = None
+    """System prompt put before tasks that have none; empty takes data.system."""
+
+    @field_validator("columns")
+    @classmethod
+    def _are_fields(cls, columns: dict[str, str]) -> dict[str, str]:
+        unknown = sorted(set(columns) - set(_TASK_FIELDS))
+        if unknown:
+            raise ValueError(f"a task has no field {', '.join(unknown)}; its fields are {', '.join(_TASK_FIELDS)}")
+        return columns
+
+    @model_validator(mode="after")
+    def _one_instruction(self) -> Self:
+        clash = [name for name in ("instruction", "messages") if name in self.columns]
+        if self.template is not None and clash:
+            raise ValueError(f"template and columns.{clash[0]} both say what the model is asked; remove one")
+        return self
+
+
+class MixtureSection(SourceSection):
+    """One source of a mixture."""
+
+    weight: float = Field(default=1.0, gt=0)
+    """Its share of the tasks drawn, relative to the other sources' weights."""
+
+
+class CurriculumSection(Section):
+    """Draws tasks more often whose success rate is near a target."""
+
+    target: float | None = Field(default=None, ge=0, le=1)
+    """The success rate that is sought; empty draws all tasks alike."""
+    by: str = "task"
+    """Whose success rate: each "task", each "source", or all tasks with the same "metadata.NAME"."""
+    least: float = Field(default=0.1, gt=0, le=1)
+    """How often the tasks furthest from the target are drawn, as a share of how often those at the target are."""
+    memory: float = Field(default=0.5, ge=0, lt=1)
+    """How much of the running rate is kept when a group is finished; 0 takes the newest group alone."""
+
+
+class DataSection(SourceSection):
+    """Where training tasks come from."""
+
+    tasks: str = "countdown"
+    """A registered source, a .jsonl or .parquet file, a folder of a saved Hugging Face dataset, "hf:NAME",
+    "reasoning_gym:FAMILY", or "module:function" of your own that returns tasks."""
+    system: str | None = None
+    """System prompt put before tasks that have none, in evaluation too."""
+    mixture: dict[str, MixtureSection] = {}
+    """Several sources by name, drawn by weight, in place of data.tasks."""
+    curriculum: CurriculumSection = CurriculumSection()
+    """Draw tasks more often whose success rate is near a target."""
+    holdout: int | float = Field(default=0, ge=0)
+    """Tasks that are not trained, as a share (0.1) or a number (200), for an evaluation set with tasks = "holdout". The
+    split is by what is asked: the same question never stands on both sides."""
+    on_bad_row: Literal["stop", "skip"] = "stop"
+    """What is done about rows that are no tasks, of evaluation sets too: "skip" leaves them out and says how many."""
+    on_overlap: Literal["warn", "stop", "ignore"] = "warn"
+    """What is done if an evaluation set asks what is also trained."""
+    shuffle: bool = True
+    """Shuffle each epoch by (seed, epoch); false keeps the order of the source."""
+    drop_last: bool = True
+    """Drop the last, short batch of an epoch; false hands it out short or, above max_staleness 0, fills it up from the
+    next epoch."""
+
+    @field_validator("holdout")
+    @classmethod
+    def _is_share_or_number(cls, holdout: int | float) -> int | float:
+        if isinstance(holdout, float) and holdout >= 1:
+            raise ValueError(f"a share is below 1 (0.1), a number of tasks has no point (200), got {holdout}")
+        return holdout
+
+    @model_validator(mode="after")
+    def _no_idle_settings(self) -> Self:
+        """What does nothing is refused."""
+        for name in ("tasks", "args", "columns", "template", "keep_columns"):
+            if self.mixture and getattr(self, name) != DataSection.model_fields[name].default:
+                raise ValueError(f"{name} does nothing beside a mixture; set it in [data.mixture.NAME]")
+        if self.curriculum.target is not None and not self.drop_last:
+            raise ValueError("drop_last = false does nothing with a curriculum, whose batches are all full; remove it")
+        return self
+
+
+class EvalSet(SourceSection):
+    """One evaluation set."""
+
+    tasks: str
+    """The same as data.tasks, or "holdout": what data.holdout keeps from training (args = { count = N } takes N)."""
+    attempts: int = Field(default=1, ge=1)
+    """Rollouts of each task; pass@k and avg@k are reported up to this k."""
+    temperature: float = Field(default=0.0, ge=0)
+    """Sampling temperature; 0 is greedy."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus sampling; 1 samples from the whole distribution."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Longest response; empty takes rollout.max_tokens."""
+    limit: int | None = Field(default=None, ge=1)
+    """Take only the first so many tasks; empty takes all."""
+    workflow: str | None = None
+    """A workflow of its own; empty takes the run's."""
+    workflow_args: dict[str, Any] = {}
+    """Keyword arguments of its own workflow."""
+    judger: str | None = None
+    """A judger of its own; empty takes the run's."""
+    judger_args: dict[str, Any] = {}
+    """Keyword arguments of its own judger."""
+
+    @model_validator(mode="after")
+    def _no_idle_settings(self) -> Self:
+        """What does nothing is refused."""
+        for name in ("workflow", "judger"):
+            if getattr(self, f"{name}_args") and getattr(self, name) is None:
+                raise ValueError(f"{name}_args are those of a {name} of the set's own; set {name} too")
+        if self.top_p < 1 and self.temperature == 0:
+            raise ValueError(f"top_p = {self.top_p:g} does nothing at temperature 0; raise temperature or remove top_p")
+        return self
+
+
+class EvalSection(Section):
+    """When and on what the policy is evaluated."""
+
+    every: int = Field(default=0, ge=0)
+    """Evaluate every so many steps; 0 only before and after."""
+    before: bool = True
+    """Evaluate before the first step."""
+    after: bool = True
+    """Evaluate after the last step."""
+    sets: dict[str, EvalSet] = {}
+    """Evaluation sets by name."""
+    metrics: tuple[str, ...] = ()
+    """"module:function" of your own: gets the episodes of a set, a list per task, and returns {name: number}."""

@@ -1,0 +1,111 @@
+"""What is trained, where it is kept, and who is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from headrace.config.base import Section
+
+
+class RunSection(Section):
+    """What the run is called and where it is kept."""
+
+    name: str = "run"
+    """Name of the run; its folder is DIR/NAME."""
+    dir: Path = Path("runs")
+    """Folder that holds runs."""
+    resume: str = "auto"
+    """What is done about earlier work. "auto" goes on with an unfinished run in the folder; "never" leaves it alone and
+    starts NAME-2; a checkpoint, or the folder of another run, is where a new run starts from."""
+    seed: int = 0
+    """Seeds task order, sampling and initialisation."""
+    deterministic: bool = False
+    """Make two runs of the same file equal to the bit: each sequence is computed in products of fixed shape, so that
+    it does not depend on what else happens to be in the batch. Costs some speed."""
+
+
+class LoraSection(Section):
+    """Low-rank adapters instead of full fine-tuning."""
+
+    rank: int = Field(default=0, ge=0)
+    """Rank of the adapters; 0 trains all weights."""
+    alpha: float = Field(default=32.0, gt=0)
+    """Scale of the adapters; the update is alpha / rank times B A."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout on the adapters' input, while training only. Anything but 0 makes sampler and learner differ."""
+    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    """Names of the linear layers that get an adapter."""
+
+
+class ModelSection(Section):
+    """Which model is trained."""
+
+    name: str = "bundled"
+    """A name from `headrace model list`, a folder in Hugging Face format, or a hub id."""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """Type of the weights while training and sampling."""
+    lora: LoraSection = LoraSection()
+    """Adapters; leave rank at 0 to train all weights."""
+    fast_path: bool = True
+    """Use Headrace's own forward for the Llama family; false always uses the transformers forward."""
+
+
+class BackendSection(Section):
+    """What trains."""
+
+    name: str = "local"
+    """A registered backend."""
+    micro_batch_tokens: int = Field(default=8192, ge=1)
+    """Tokens packed into one forward and backward pass."""
+    logits_chunk: int = Field(default=1024, ge=1)
+    """Positions whose logits are in memory at once."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, a third more time."""
+    threads: int = Field(default=0, ge=0)
+    """Threads of the tensor library; 0 leaves its own choice."""
+
+
+class OptimizerSection(Section):
+    """AdamW and its schedule."""
+
+    lr: float = Field(default=1e-5, gt=0)
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the first and second moment."""
+    eps: float = Field(default=1e-8, gt=0)
+    """Added to the denominator."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay, on matrices only."""
+    grad_clip: float = Field(default=1.0, ge=0)
+    """Largest norm of the gradient; 0 does not clip."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls after warm-up."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps over which the learning rate rises from 0."""
+    warmup_ratio: float = Field(default=0.0, ge=0, le=1)
+    """Warm-up as a share of all steps; used where warmup_steps is 0."""
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
+    """Share of the peak at which linear and cosine end."""
+
+
+class TrackSection(Section):
+    """Where metrics go."""
+
+    trackers: tuple[str, ...] = ("console", "jsonl", "tensorboard")
+    """Registered trackers or "module:class" of your own."""
+    plot: bool = True
+    """Draw the reward curve into the run folder at the end (needs headrace[plot])."""
+
+
+class LedgerSection(Section):
+    """The durable record of the run, ledger.sqlite in its folder."""
+
+    enabled: bool = True
+    """Record every dispatched task, model call, episode, decision and training batch, so that a killed run goes on
+    where it was."""
+    keep_steps: int = Field(default=0, ge=0)
+    """Keep what was said in episodes that were trained, or thrown away, up to so many steps ago; of older ones only the
+    figures. 0 keeps everything."""
