@@ -23,8 +23,9 @@ def settings(path: Path, run_dir: Path) -> list[str]:
     """What makes the run small: one step, few and short rollouts, two tasks to evaluate."""
     config = load_config(path)
     words = [*SMALL, *OWN.get(path.stem, []), f"--run-dir={run_dir}"]
-    words += [f"--data.mixture.{name}.args.size=16" for name in config.data.mixture] or ["--data.args.count=16"]
-    words += [f"--eval.sets.{name}.args.count=2" for name in config.eval.sets]
+    words += [f"--data.mixture.{name}.args.size=16" for name in config.data.mixture]
+    words += ["--data.args.count=16"] if "count" in config.data.args else []
+    words += [f"--eval.sets.{name}.limit=2" for name in config.eval.sets]
     if config.algorithm.objective == "rl" and config.rollout.group_size > 2:
         words.append("--rollout.group_size=2")
     return words

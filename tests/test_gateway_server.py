@@ -410,6 +410,7 @@ async def test_sessions_leave_nothing_behind() -> None:
         async with model_session(new_model()) as session:
             await post(session, CHAT, {"messages": ASKED})
 
+    before = _listening()  # other tests' servers
     await one()
     server = await running(GatewaySection())
     for _ in range(20):
@@ -419,7 +420,11 @@ async def test_sessions_leave_nothing_behind() -> None:
     await close_gateway()
     await asyncio.sleep(0.05)
     assert [task for task in asyncio.all_tasks() if task is not asyncio.current_task()] == []
-    assert not [fd for fd in os.listdir("/proc/self/fd") if _is_listening(fd)]
+    assert _listening() == before
+
+
+def _listening() -> list[str]:
+    return [fd for fd in os.listdir("/proc/self/fd") if _is_listening(fd)]
 
 
 def _is_listening(fd: str) -> bool:

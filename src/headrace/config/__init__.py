@@ -25,6 +25,7 @@ from headrace.config.run import (
     RunSection,
     TrackSection,
 )
+from headrace.config.tinker import TinkerSection
 
 __all__ = [
     "AlarmSection",
@@ -57,6 +58,7 @@ __all__ = [
     "SftSection",
     "SimulateSection",
     "SourceSection",
+    "TinkerSection",
     "TrackSection",
     "TrainerSection",
     "WorkflowSection",
@@ -81,6 +83,7 @@ class RunConfig(Section):
     filters: FilterSection = FilterSection()
     optimizer: OptimizerSection = OptimizerSection()
     backend: BackendSection = BackendSection()
+    tinker: TinkerSection = TinkerSection()
     trainer: TrainerSection = TrainerSection()
     produce: ProduceSection = ProduceSection()
     alarm: AlarmSection = AlarmSection()

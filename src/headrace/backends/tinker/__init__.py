@@ -1,0 +1,1 @@
+"""Training and sampling through the Tinker API, with its official SDK."""

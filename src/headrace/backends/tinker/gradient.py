@@ -1,0 +1,92 @@
+"""Losses computed here, on log-probabilities that the service returned: their gradient goes back as weights.
+
+The service's cross-entropy is -Σ w log π. With w = -dL/d(log π) its gradient is that of any loss L of log-probabilities.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from tinker import types
+from torch import Tensor
+
+from headrace.backends.local.token_losses import loss_context, record_losses, require_finite, token_losses
+from headrace.backends.local.tokens import TokenTensors
+from headrace.backends.tinker.rows import datum, wide_datum
+from headrace.config import AlgorithmSection
+from headrace.data.sample import Sample, TrainBatch
+from headrace.metrics import MetricsAggregator
+
+
+@dataclass(frozen=True, slots=True)
+class RowGradient:
+    """dL/d(log π) of one row's targets, [T] or [T, V]; `sent` is the factor with which the service has it already."""
+
+    sample: Sample
+    gradient: np.ndarray
+    sent: float = 0.0
+
+    def datum(self, scale: float) -> types.Datum:
+        """What adds the rest of `scale` times the gradient."""
+        weights = -self.gradient * (scale - self.sent)
+        if weights.ndim == 2:
+            return wide_datum(self.sample, weights.shape[1], weights)
+        return datum(self.sample, weights=weights)
+
+    def digest(self) -> str:
+        """Of what is learned from the row."""
+        made = hashlib.blake2b(np.asarray(self.sample.tokens, dtype=np.int64).tobytes(), digest_size=16)
+        made.update(self.gradient.astype(np.float32).tobytes())
+        return made.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """What one micro-batch comes to: a gradient per row, and the trained targets' log-probabilities."""
+
+    rows: list[RowGradient]
+    logprobs: list[tuple[float, ...]]
+
+
+def learn(
+    batch: TrainBatch,
+    indices: Sequence[int],
+    returned: Sequence[Tensor],
+    algorithm: AlgorithmSection,
+    dpo_beta: float,
+    metrics: MetricsAggregator,
+    sent: float = 0.0,
+) -> Learned:
+    """Losses of a micro-batch, with figures into `metrics`; the same functions as the local backend's."""
+    samples = [batch.samples[i] for i in indices]
+    tokens = TokenTensors(samples, [batch.weights[i] for i in indices], torch.float64)
+    leaves = [one.clone().requires_grad_() for one in returned]
+    logprobs_M, entropy_M = _of_trained(samples, leaves, tokens.where_M)
+    context = loss_context(tokens, logprobs_M, algorithm, dpo_beta)
+    loss_M, figures = token_losses(context, samples, entropy_M, tokens.sampled_M)
+    require_finite(loss_M, tokens.row_M, batch, indices)
+    (loss_M * tokens.weights_M).sum().backward()
+    record_losses(metrics, loss_M, entropy_M, figures)
+    gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+    parts = logprobs_M.detach().split(tokens.counts)
+    rows = [RowGradient(s, g.numpy(), sent) for s, g in zip(samples, gradients, strict=True)]
+    return Learned(rows, [tuple(part.tolist()) for part in parts])
+
+
+def _of_trained(samples: Sequence[Sample], leaves: Sequence[Tensor], where_M: Tensor) -> tuple[Tensor, Tensor]:
+    """(log-probability, entropy) of the trained targets; no entropy where only the targets' own are known."""
+    if leaves[0].ndim == 1:
+        return torch.cat(list(leaves))[where_M], torch.empty(0, dtype=torch.float64)
+    pairs = [at_temperature(leaf, sample) for leaf, sample in zip(leaves, samples, strict=True)]
+    return torch.cat([p[0] for p in pairs])[where_M], torch.cat([p[1] for p in pairs])[where_M]
+
+
+def at_temperature(logprobs_TV: Tensor, sample: Sample) -> tuple[Tensor, Tensor]:
+    """(log-probability of the row's targets, entropy) at the sample's temperature, from whole distributions."""
+    heated_TV = torch.log_softmax(logprobs_TV / sample.temperature, -1)
+    targets_T1 = torch.tensor(sample.tokens[1:])[:, None]
+    return heated_TV.gather(1, targets_T1).squeeze(1), -(heated_TV.exp() * heated_TV).sum(1)

@@ -1,0 +1,130 @@
+"""One session with a Tinker service: keys, models, and errors that name the call."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from ipaddress import ip_address
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+import tinker
+from tinker import types
+
+from headrace.config import RunConfig, TinkerSection
+from headrace.errors import BackendError, ConfigError, HeadraceError
+from headrace.registry import nearest
+
+T = TypeVar("T")
+_NO_KEY = "tml-none"  # the SDK sends no request without one; a service on this machine may not ask for it
+
+
+def base_model(config: RunConfig) -> str:
+    """What the service calls the model that is trained."""
+    return config.tinker.model or config.model.name
+
+
+def connect(section: TinkerSection) -> tinker.ServiceClient:
+    """A client of the service; nothing is sent yet."""
+    url = section.base_url or os.environ.get("TINKER_BASE_URL") or None
+    key = os.environ.get(section.api_key_env) or None
+    if key is None and url is not None and _is_here(url):
+        key = _NO_KEY
+    if key is None and section.api_key_env != "TINKER_API_KEY":
+        raise ConfigError(f"tinker.api_key_env names {section.api_key_env}, which is not set; export it")
+    with calling(f"connecting to {url or 'the Tinker service'}"):
+        return blocking(lambda: tinker.ServiceClient(base_url=url, api_key=key))
+
+
+def _is_here(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def context_length(service: tinker.ServiceClient, model: str) -> int | None:
+    """The longest sequence that the service takes, if it tells; an unknown model is an error that lists the known."""
+    with calling("get_server_capabilities"):
+        supported = blocking(service.get_server_capabilities).supported_models
+    known = {one.model_name: one for one in supported if one.model_name and one.trainable is not False}
+    if known and model not in known:
+        raise ConfigError(
+            f'the service does not train a model "{model}"{nearest(model, known)}; '
+            f"set tinker.model to one of {', '.join(sorted(known))}"
+        )
+    return known[model].max_context_length if model in known else None
+
+
+def new_training(service: tinker.ServiceClient, config: RunConfig) -> tinker.TrainingClient:
+    """Fresh adapters on the base model, or those of a saved state."""
+    section, model = config.tinker, base_model(config)
+    if section.state:
+        return training_from(service, section.state, section.state_optimizer)
+    with calling(f'create_model of "{model}" with rank {section.rank}'):
+        return blocking(
+            lambda: service.create_lora_training_client(
+                model,
+                rank=section.rank,
+                seed=config.run.seed,
+                train_attn=section.train_attn,
+                train_mlp=section.train_mlp,
+                train_unembed=section.train_unembed,
+            )
+        )
+
+
+def training_from(service: tinker.ServiceClient, path: str, optimizer: bool = True) -> tinker.TrainingClient:
+    """A model that goes on from a saved state."""
+    make = (
+        service.create_training_client_from_state_with_optimizer
+        if optimizer
+        else service.create_training_client_from_state
+    )
+    with calling(f"load_weights from {path}"):
+        return blocking(lambda: make(path))
+
+
+def model_info(training: tinker.TrainingClient) -> types.GetInfoResponse:
+    """What the service says of the model that is trained."""
+    with calling("get_info", training.model_id):
+        return blocking(training.get_info)
+
+
+def blocking(call: Callable[[], T]) -> T:
+    """Call the SDK from a plain thread: it refuses to wait on one that has an event loop."""
+    with ThreadPoolExecutor(1) as worker:
+        return worker.submit(call).result()
+
+
+async def in_thread(doing: str, call: Callable[[], T], where: str = "") -> T:
+    """As `blocking`, without holding the event loop up."""
+    with calling(doing, where):
+        return await asyncio.to_thread(call)
+
+
+async def answer(doing: str, future: Awaitable[T], where: str = "") -> T:
+    """What a call that was submitted comes to."""
+    with calling(doing, where):
+        return await future
+
+
+@contextmanager
+def calling(doing: str, where: str = "", error: type[HeadraceError] = BackendError) -> Iterator[None]:
+    """Turn a failure of the SDK or the service into an error with the call, the model and the request's id.
+
+    The SDK has tried again by then, where that could help.
+    """
+    try:
+        yield
+    except HeadraceError:
+        raise
+    except Exception as cause:
+        request = getattr(cause, "request_id", None)
+        at = f" of {where}" if where else ""
+        at += f", request {request}" if request else ""
+        raise error(f"Tinker: {doing}{at} failed: {type(cause).__name__}: {cause}") from cause

@@ -1,0 +1,43 @@
+"""Training through the Tinker API, for backend "tinker"."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from headrace.config.base import Section
+
+
+class TinkerSection(Section):
+    """The service, and what is trained there; for backend "tinker"."""
+
+    base_url: str = ""
+    """Address of the service; empty takes the environment variable TINKER_BASE_URL, then the SDK's own."""
+    api_key_env: str = "TINKER_API_KEY"
+    """Environment variable that holds the key; a service on this machine may need none."""
+    model: str = ""
+    """What the service calls the base model; empty takes model.name."""
+    tokenizer: str = ""
+    """Tokenizer: a name from `headrace model list`, a folder or a hub id. Empty takes what the service names, then the
+    base model's."""
+    renderer_name: str = ""
+    """A renderer of tinker-cookbook that writes prompts; empty takes the tokenizer's chat template."""
+    rank: int = Field(default=32, ge=1)
+    """Rank of the adapters."""
+    train_attn: bool = True
+    """Adapters on the attention layers."""
+    train_mlp: bool = True
+    """Adapters on the MLP layers."""
+    train_unembed: bool = True
+    """An adapter on the output layer."""
+    state: str = ""
+    """A saved state that a new run starts from, tinker://RUN/weights/NAME; empty starts with fresh adapters."""
+    state_optimizer: bool = True
+    """Take the optimizer's moments from tinker.state, too."""
+    ttl_s: int | None = Field(default=None, ge=3600)
+    """Seconds after which the service may delete the states of checkpoints; empty keeps them."""
+    segment_tokens: int | None = Field(default=None, ge=1)
+    """Sample replies in requests of so many tokens. A reply then goes on under new weights, and pauses take effect, at
+    the next of them. Empty: one request per reply, which ends under the weights it began with."""
+    full_distribution: bool = False
+    """Ask for the log-probability of every token of the vocabulary where one is trained: for temperatures other than 1
+    and an entropy bonus. Only for small vocabularies."""
