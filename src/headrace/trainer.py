@@ -109,6 +109,7 @@ class UnifiedTrainer:
             self._callbacks = CallbackSet(
                 [self._evaluations_of, *self._own_callbacks, Tracking(self._trackers), Saving()]
             )
+            self._trackers.message(f"loading {self.config.model.name} for the run in {self._run_dir}")
             self._parts = await asyncio.to_thread(assemble, self.config, *self._given)
             self.engine = self._parts.engine
             self._alarms = Alarms(self.config, self._trackers.message)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -13,6 +14,8 @@ from typing import Any, Protocol
 from headrace import registry
 from headrace.engine.base import EngineHealth
 from headrace.errors import ConfigError
+
+log = logging.getLogger("headrace")
 
 _PASS_AT_1 = re.compile(r"eval/(.+)/pass@1")
 
@@ -74,7 +77,8 @@ class TrackerSet:
         self._each("log", lambda tracker: tracker.log(step, metrics))
 
     def message(self, text: str) -> None:
-        """Hand a line for people to every tracker."""
+        """Hand a line for people to every tracker, and to the log."""
+        log.info("%s", text)
         self._each("message", lambda tracker: tracker.message(text))
 
     def status(self, engine: EngineHealth) -> None:
