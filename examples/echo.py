@@ -9,6 +9,8 @@ from typing import Any
 from headrace import Task
 from headrace.judge.countdown import evaluate, last_answer
 
+A_NUMBER = 0.1  # worth of a wrong number: better than none
+
 
 class Echo:
     """One game. Each turn counts for itself: what was said before must not mislead."""
@@ -27,7 +29,8 @@ class Echo:
         self._right += right
         done = self._turn == len(self._calls)
         info = {"is_correct": self._right == len(self._calls), "metrics": {"right": self._right / self._turn}}
-        return "" if done else self._call(), float(right), done, info
+        worth = 1.0 if right else A_NUMBER if made is not None else 0.0
+        return "" if done else self._call(), worth, done, info
 
     def _call(self) -> str:
         number = self._calls[self._turn]

@@ -7,6 +7,7 @@ they are; and episodes that were in flight are run again with every recorded ans
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -288,6 +289,7 @@ class LedgerRecord:
         self.diverged = False
         self._calls = dict(calls or {})
         self._results = dict(results or {})
+        self._began_s = time.monotonic()
 
     @property
     def unused(self) -> bool:
@@ -320,7 +322,7 @@ class LedgerRecord:
         )  # fmt: skip
 
     def finished(self, episode: Episode) -> None:
-        self._ledger.finished(episode)
+        self._ledger.finished(episode, time.monotonic() - self._began_s)
 
     def _require(self, same: bool, what: str) -> None:
         if not same:

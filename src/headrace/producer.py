@@ -292,5 +292,9 @@ def _nothing_to_train(finished: FinishedGroup, dropped: int) -> DataError:
     errors = [episode.error for episode in finished.episodes if episode.error]
     return DataError(
         f"{dropped} groups in a row were dropped, the last because of: {finished.dropped_because}; "
-        + (f"its last error: {errors[-1]}" if errors else "use tasks that the model sometimes solves, or no filter")
+        + (
+            f"its last error: {errors[-1]} (log.txt in the run folder names the line of your code)"
+            if errors
+            else "use tasks that the model sometimes solves, or no filter"
+        )
     )

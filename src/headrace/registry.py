@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,14 @@ from typing import Any
 from headrace.errors import ConfigError, MissingExtraError
 
 _BUILTIN: dict[str, dict[str, str]] = {
-    "backend": {"local": "headrace.backends.local.backend:LocalBackend"},
-    "engine": {"torch": "headrace.engine.torch_engine:TorchEngine"},
+    "backend": {
+        "local": "headrace.backends.local.backend:LocalBackend",
+        "tinker": "headrace.backends.tinker.backend:TinkerBackend",
+    },
+    "engine": {
+        "torch": "headrace.engine.torch_engine:TorchEngine",
+        "tinker": "headrace.backends.tinker.engine:TinkerEngine",
+    },
     "workflow": {
         "single_turn": "headrace.agents.workflow:single_turn",
         "demonstration": "headrace.agents.workflow:demonstration",
@@ -114,6 +120,8 @@ _EXTRA_OF_PACKAGE = {
     "httpx2": "remote",
     "starlette": "gateway",
     "uvicorn": "gateway",
+    "google": "serve",  # protobuf
+    "tinker": "tinker",
 }
 
 _registered: dict[tuple[str, str], Any] = {}
@@ -156,13 +164,44 @@ def resolve(kind: str, name: str) -> Any:
 
 def call_with(target: Callable[..., Any], args: Mapping[str, Any], what: str) -> Any:
     """Call what a run file names with the arguments that it gives; `what` names it where they do not fit."""
-    try:
-        inspect.signature(target).bind(**args)
-    except TypeError as error:
-        raise ConfigError(f"{what} cannot be called with the arguments {dict(args)}: {error}") from None
-    except ValueError:  # written in C, without a signature: the call itself will tell
-        pass
+    check_call(target, args, what)
     return target(**args)
+
+
+def check_call(target: Callable[..., Any], args: Mapping[str, Any], what: str) -> None:
+    """Refuse arguments that do not fit, before anything is called."""
+    signature = _signature(target)
+    try:
+        if signature is not None:
+            signature.bind(**args)
+    except TypeError as error:
+        named = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        known = (
+            [name for name, parameter in signature.parameters.items() if parameter.kind in named] if signature else []
+        )
+        meant = "".join(nearest(name, known) for name in args if name not in known)
+        takes = f"it takes {', '.join(known)}" if known else "it takes none"
+        raise ConfigError(f"{what} cannot be called with the arguments {dict(args)}: {error}{meant}; {takes}") from None
+
+
+def require_parameters(target: Callable[..., Any], names: Sequence[str], what: str) -> None:
+    """Refuse a user's function that cannot be called with so many values."""
+    signature = _signature(target)
+    try:
+        if signature is not None:
+            signature.bind(*names)
+    except TypeError as error:
+        name = getattr(target, "__name__", repr(target))
+        given = ", ".join(names)
+        raise ConfigError(f'{what} is called with ({given}), which "{name}" does not take: {error}') from None
+
+
+def _signature(target: Callable[..., Any]) -> inspect.Signature | None:
+    """None for what is written in C and has none: the call itself will tell."""
+    try:
+        return inspect.signature(target)
+    except ValueError:
+        return None
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -21,7 +21,8 @@ def summarize(result: RunResult, config: RunConfig) -> None:
     """Before and after, the curve, and where to look next."""
     console = Console()
     picture = _draw(result, config)
-    if result.last_evaluation and result.last_evaluation != result.first_evaluation:  # else there is no "after" yet
+    finished = config.eval.after and not result.interrupted and result.steps
+    if result.last_evaluation and (finished or result.last_evaluation != result.first_evaluation):
         console.print(_table(result, config))
     lines = [("run folder", str(result.run_dir))]
     if picture:

@@ -31,6 +31,7 @@ from headrace.evaluator import under
 from headrace.handout import HandOut
 from headrace.journal import in_pieces, open_journal
 from headrace.learner import Learner
+from headrace.loopwatch import watched_loop
 from headrace.metrics import Reducer
 from headrace.pipeline.buffer import FinishedGroup, TrajectoryGroupBuffer
 from headrace.pipeline.clock import StepClock
@@ -130,7 +131,7 @@ class UnifiedTrainer:
 
     async def _train_interruptibly(self) -> None:
         try:
-            with _on_interrupt(self._interrupted), memory.frozen():
+            with _on_interrupt(self._interrupted), memory.frozen(), watched_loop(self._trackers.message):
                 await self._train()
         except BaseExceptionGroup as group:
             raise _first_error(group) from None
@@ -142,6 +143,8 @@ class UnifiedTrainer:
         self._trackers.start(
             RunInfo(config.run.name, self._run_dir, config.trainer.steps, info, self._goes_on_from(state))
         )
+        if state is None and self._goes_on_from(state) is not None:
+            notes.append(f'going on with the run in {self._run_dir}; run.resume = "never" starts another')
         for note in notes:
             self._trackers.message(note)
         self._journal.resumed(self._goes_on_from(state))

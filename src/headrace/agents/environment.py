@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
@@ -10,7 +11,7 @@ from headrace.agents.completer import Model
 from headrace.data.episode import Episode, TerminationReason, is_number
 from headrace.data.task import Message, Task
 from headrace.errors import BudgetExceededError, ConfigError, PromptTooLongError, WorkflowError
-from headrace.registry import call_with, resolve
+from headrace.registry import check_call, require_parameters, resolve
 from headrace.threads import call_anyhow
 
 
@@ -50,12 +51,19 @@ class EnvironmentLoop:
             raise ConfigError(f"max_turns must be at least 1, got {max_turns}")
         self._new: Callable[..., Any] = resolve("environment", env) if isinstance(env, str) else env
         self._args = args or {}
+        self._called = f'the environment "{getattr(self._new, "__name__", self._new)}"'
+        for method, names in (("reset", ("self", "task")), ("step", ("self", "action"))):
+            if inspect.isclass(self._new) and not callable(getattr(self._new, method, None)):
+                raise ConfigError(f"{self._called} has no method {method}({', '.join(names[1:])})")
+            if inspect.isclass(self._new):
+                require_parameters(getattr(self._new, method), names, f"{method} of {self._called}")
+        check_call(self._new, self._args, self._called)
         self._system = system
         self._max_turns = max_turns
 
     async def run(self, task: Task, model: Model) -> Episode:
         """Play until the environment, or a budget, ends it."""
-        env = await call_anyhow(call_with, self._new, self._args, f"the environment {self._new!r}")
+        env = await call_anyhow(self._new, **self._args)
         try:
             return await self._play(env, task, model)
         finally:

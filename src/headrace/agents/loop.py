@@ -6,12 +6,8 @@ import asyncio
 import copy
 import logging
 import math
-import os
-import sysconfig
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -29,12 +25,11 @@ from headrace.errors import EngineError, LedgerError, PromptTooLongError, Workfl
 from headrace.judge.base import JudgeError, Judger, Verdict, ends_the_run
 from headrace.judge.router import GuardedJudger
 from headrace.threads import call_anyhow
+from headrace.usercode import where_it_failed
 
 log = logging.getLogger("headrace")
 
 _PAUSE_S = 0.25  # doubled before each retry
-_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
-_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +170,7 @@ class AgentLoopManager:
             while isinstance(error, BaseExceptionGroup):  # of a TaskGroup in the workflow
                 error = error.exceptions[0]
             if not record.diverged:
-                log.warning("episode of task %s failed: %s", spec.task.id, _user_line(error))
+                log.warning("episode of task %s failed: %s", spec.task.id, where_it_failed(error))
             return _failed(spec, model, reason, f"{type(error).__name__}: {error}"), again and is_infrastructure(error)
 
     async def _judge(self, task: Task, episode: Episode, model: Model) -> Episode:
@@ -305,11 +300,3 @@ def _raise_if_not_the_users(error: BaseException) -> None:
     task = asyncio.current_task()
     if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
         raise error
-
-
-def _user_line(error: BaseException) -> str:
-    """The innermost line of the user's own code, which is what they need to see."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_PACKAGE)]
-    own = [f for f in frames if not f.filename.startswith(_LIBRARIES)] or frames
-    where = f" at {own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else ""
-    return f"{type(error).__name__}: {error}{where}"

@@ -7,6 +7,7 @@ Exit codes: 0 done, 1 a bug (with its traceback) or `doctor` found something mis
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Sequence
 
 from cyclopts import App, CycloptsError
@@ -20,6 +21,7 @@ from headrace.cli.evaluate import evaluate, export
 from headrace.cli.ledger import ledger
 from headrace.cli.model import model_app
 from headrace.cli.replay import replay
+from headrace.cli.serve import serve_app
 from headrace.cli.simulate import USAGE as SIMULATE_USAGE
 from headrace.cli.simulate import simulate
 from headrace.cli.train import SFT_USAGE, sft, train
@@ -59,6 +61,7 @@ app.command(algorithms, name="algorithms")
 app.command(doctor, name="doctor")
 app.command(data_app)
 app.command(model_app)
+app.command(serve_app)
 
 
 def main() -> None:
@@ -68,6 +71,7 @@ def main() -> None:
 
 def run(words: Sequence[str]) -> int:
     """Run one command line and give its exit code."""
+    warnings.formatwarning = lambda message, *_: f"warning: {message}\n"  # people have no use for a line of ours
     try:
         result = app(list(words), exit_on_error=False, print_error=False, result_action="return_value")
     except (HeadraceError, CycloptsError) as error:

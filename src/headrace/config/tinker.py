@@ -38,6 +38,6 @@ class TinkerSection(Section):
     segment_tokens: int | None = Field(default=None, ge=1)
     """Sample replies in requests of so many tokens. A reply then goes on under new weights, and pauses take effect, at
     the next of them. Empty: one request per reply, which ends under the weights it began with."""
-    full_distribution: bool = False
-    """Ask for the log-probability of every token of the vocabulary where one is trained: for temperatures other than 1
-    and an entropy bonus. Only for small vocabularies."""
+    vocabulary: int | None = Field(default=None, ge=2)
+    """Tokens that the model can put out. If it is set, the log-probability of every one of them is asked for wherever a
+    token is scored: for temperatures other than 1 and an entropy bonus. Only for small vocabularies."""

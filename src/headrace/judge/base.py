@@ -11,7 +11,7 @@ from typing import Any
 from headrace.data.episode import Episode, is_number
 from headrace.data.task import Task
 from headrace.errors import ConfigError, EngineError, LedgerError, PromptTooLongError, WorkflowError
-from headrace.registry import call_with
+from headrace.registry import call_with, require_parameters
 from headrace.threads import call_anyhow
 
 
@@ -80,5 +80,6 @@ def as_judger(target: Any, args: dict[str, Any]) -> Judger:
     if isinstance(target, Judger):
         return target
     if callable(target):
+        require_parameters(target, ("task", "text"), "a judger")
         return FunctionJudger(target)
     raise ConfigError(f"a judger is a Judger or a function of (task, text), got {type(target).__name__}")

@@ -109,4 +109,3 @@ def _linear_layers(hf_model: Any) -> dict[str, set[str]]:
             kind = "unembed" if module is head else "attn" if "attn" in name or "attention" in name else "mlp"
             found[kind].add(name.rsplit(".", 1)[-1])
     return found
-

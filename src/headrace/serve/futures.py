@@ -14,6 +14,9 @@ from headrace.serve.wire import Outcome
 
 log = logging.getLogger("headrace")
 
+_FARTHEST = 100_000
+_OVERHEAD = 2048  # bytes of a promise beside its result
+_REMEMBERED = 100_000
 Work = Callable[[], Awaitable[Outcome]]
 
 
@@ -40,6 +43,7 @@ class Promise:
         except Exception as error:  # ours: told to both sides
             log.exception("request %s failed", self.id)
             outcome = Outcome.failure(f"the server failed: {type(error).__name__}: {error}", "server")
+        self.work = _done  # what it held on to, the rows of a batch say, may go
         self.settle(outcome)
 
     def settle(self, outcome: Outcome) -> None:
@@ -47,6 +51,10 @@ class Promise:
         if self.outcome is None:
             self.outcome = outcome
             self.done.set()
+
+
+async def _done() -> Outcome:
+    raise AssertionError("a request is carried out once")
 
 
 class Promises:
@@ -86,7 +94,7 @@ class Promises:
         """Count a result that has come, and drop what is too much."""
         if promise.outcome is None or promise.id not in self._all:
             return
-        size = len(promise.outcome.body)
+        size = len(promise.outcome.body) + _OVERHEAD
         self._unfetched[promise.id] = size
         self._held += size
         while self._held > self._limit and len(self._fetched) + len(self._unfetched) > 1:
@@ -128,7 +136,7 @@ class Promises:
             self._held -= held.pop(request_id, 0)
         self._all.pop(request_id, None)
         self._dropped[request_id] = None
-        while len(self._dropped) > 100_000:
+        while len(self._dropped) > _REMEMBERED:
             self._dropped.popitem(last=False)
 
 
@@ -140,21 +148,30 @@ class Line:
         self._next = 1
         self._held: dict[int, Promise | None] = {}
         self._changed = asyncio.Event()
+        self._closed = False
         self._task = asyncio.create_task(self._serve())
 
     @property
     def next_free(self) -> int:
         """The number of a request that names none."""
-        return max(self._next, *self._held, 0) if not self._held else max(self._held) + 1
+        return max(self._held) + 1 if self._held else self._next
+
+    def check(self, seq_id: int) -> None:
+        """Refuse a number whose turn is over, or that is absurdly far ahead."""
+        if seq_id < self._next:
+            raise Refusal(f"seq_id {seq_id} is in the past; the next one of this model is {self._next}")
+        if seq_id > self._next + _FARTHEST:
+            raise Refusal(f"seq_id {seq_id} is too far ahead; the next one of this model is {self._next}")
 
     def add(self, seq_id: int, promise: Promise | None) -> None:
         """Let a request wait for its turn; None for one that was refused, whose number is used up all the same."""
-        if seq_id < self._next:
-            raise Refusal(f"seq_id {seq_id} is in the past; the next one of this model is {self._next}")
+        self.check(seq_id)
         self._held[seq_id] = promise
         self._changed.set()
 
     def close(self) -> None:
+        """Fail what waits."""
+        self._closed = True  # a request under way takes the cancellation for its own
         self._task.cancel()
         for promise in self._held.values():
             if promise is not None:
@@ -162,14 +179,16 @@ class Line:
         self._held.clear()
 
     async def _serve(self) -> None:
-        while True:
-            while self._next in self._held:
+        while not self._closed:
+            while self._next in self._held and not self._closed:
                 promise = self._held[self._next]
                 if promise is not None:
                     await self._promises.run(promise)
                 self._held.pop(self._next, None)
                 self._next += 1
             self._changed.clear()
+            if self._closed:
+                return
             try:
                 async with asyncio.timeout(self._wait_s if self._held else None):
                     await self._changed.wait()

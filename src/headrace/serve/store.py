@@ -26,6 +26,7 @@ KINDS = {"weights": "training", "sampler_weights": "sampler"}
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:=+@-]{0,199}")
 _FILES = ("weights", "optimizer")
 _NOTE = "checkpoint.json"
+_LEFTOVER_AGE_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,8 @@ class Store:
         with boundary(CheckpointError, f"cannot use {folder} for checkpoints; give another --dir", OSError):
             folder.mkdir(parents=True, exist_ok=True)
             for leftover in folder.glob(".writing-*"):
-                shutil.rmtree(leftover, ignore_errors=True)
+                if time.time() - leftover.stat().st_mtime > _LEFTOVER_AGE_S:  # a young one may be another server's
+                    shutil.rmtree(leftover, ignore_errors=True)
 
     def write(
         self,

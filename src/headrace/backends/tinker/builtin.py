@@ -10,7 +10,7 @@ from tinker import types
 
 from headrace.backends.tinker.rows import datum
 from headrace.config import AlgorithmSection
-from headrace.data.sample import Sample
+from headrace.data.sample import Sample, TrainBatch
 
 _BY_NAME: dict[str, types.LossFnType] = {
     "cross_entropy": "cross_entropy",
@@ -73,3 +73,16 @@ def _has_more(algorithm: AlgorithmSection) -> bool:
 def _is_finite(sample: Sample) -> bool:
     """Whether the service can be asked at all; what is not finite is told with its samples by our own loss."""
     return bool(np.isfinite(sample.advantages).all() and np.isfinite(sample.logprobs).all())
+
+
+def likely_scale(batch: TrainBatch, algorithm: AlgorithmSection) -> float:
+    """The normaliser of a step, if this batch is all of it."""
+    match algorithm.aggregation:
+        case "token_mean":
+            return 1.0 / max(sum(sample.trained_tokens for sample in batch.samples), 1)
+        case "sequence_mean_token_mean" | "sequence_mean_token_sum":
+            return 1.0 / max(batch.sequences, 1)
+        case "constant":
+            return 1.0 / (max(batch.sequences, 1) * algorithm.aggregation_length)
+        case "token_sum":
+            return 1.0

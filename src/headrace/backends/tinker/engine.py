@@ -65,6 +65,7 @@ class TinkerEngine:
         max_model_length: int,
         eos_ids: Sequence[int] = (),
         detokenize: Detokenize,
+        token_text: Callable[[int], str] = lambda token: "",
         max_batch: int = 128,
         defaults: SamplingParams = DEFAULT_SAMPLING,
         segment_tokens: int | None = None,
@@ -74,6 +75,7 @@ class TinkerEngine:
         self._vocabulary = vocabulary
         self._eos_ids = frozenset(eos_ids)
         self._detokenize = detokenize
+        self._token_text = token_text
         self._max_batch = max_batch
         self._defaults = defaults.filled(DEFAULT_SAMPLING)
         self._segment = segment_tokens
@@ -276,7 +278,8 @@ class TinkerEngine:
         ids = sorted(request.stop_ids)
         if not request.params.stop:
             return ids
-        return [*request.params.stop, *filter(None, (self._detokenize([token]) for token in ids))]
+        # the API takes strings or ids, not both
+        return [*request.params.stop, *filter(None, map(self._token_text, ids))]
 
     def _take(
         self, request: Request, tokens: Sequence[tuple[int, float, float]], count: int, version: int

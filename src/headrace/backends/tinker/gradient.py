@@ -1,6 +1,7 @@
 """Losses computed here, on log-probabilities that the service returned: their gradient goes back as weights.
 
-The service's cross-entropy is -Σ w log π. With w = -dL/d(log π) its gradient is that of any loss L of log-probabilities.
+The service's cross-entropy is -Σ w log π. With w = -dL/d(log π), its gradient is that of any loss L of
+log-probabilities.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from headrace.backends.local.tokens import TokenTensors
 from headrace.backends.tinker.rows import datum, wide_datum
 from headrace.config import AlgorithmSection
 from headrace.data.sample import Sample, TrainBatch
+from headrace.errors import BackendError
 from headrace.metrics import MetricsAggregator
 
 
@@ -87,6 +89,12 @@ def _of_trained(samples: Sequence[Sample], leaves: Sequence[Tensor], where_M: Te
 
 def at_temperature(logprobs_TV: Tensor, sample: Sample) -> tuple[Tensor, Tensor]:
     """(log-probability of the row's targets, entropy) at the sample's temperature, from whole distributions."""
+    mass_T = logprobs_TV.detach().exp().sum(-1)
+    if bool((mass_T - 1).abs().max() > 1e-3):
+        raise BackendError(
+            f"the probabilities of tokens 0 to {logprobs_TV.shape[1] - 1} sum to {float(mass_T.min()):.4f}, not to 1; "
+            f"set tinker.vocabulary to what the model has"
+        )
     heated_TV = torch.log_softmax(logprobs_TV / sample.temperature, -1)
     targets_T1 = torch.tensor(sample.tokens[1:])[:, None]
     return heated_TV.gather(1, targets_T1).squeeze(1), -(heated_TV.exp() * heated_TV).sum(1)

@@ -20,7 +20,7 @@ def model_input(ids: Sequence[Any]) -> types.ModelInput:
     """Token ids as the API takes them: never text, which would be tokenised again."""
     odd = next((token for token in ids if not isinstance(token, int | np.integer)), None)
     if odd is not None:
-        raise DataError(f"a row must hold integer token ids, got {odd!r}; backend \"tinker\" trains text only")
+        raise DataError(f'a row must hold integer token ids, got {odd!r}; backend "tinker" trains text only')
     return types.ModelInput.from_ints([int(token) for token in ids])
 
 

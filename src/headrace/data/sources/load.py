@@ -57,7 +57,7 @@ def load_source(
             tasks[task.id] = task
         except DataError as error:
             if not skip_bad:
-                raise
+                raise DataError(f'{error}; mend it, or leave such rows out with data.on_bad_row = "skip"') from None
             bad.append(str(error))
     if not tasks:
         raise DataError(f"{name} has no tasks" + (f"; {Loaded([], tuple(bad)).warning()}" if bad else ""))

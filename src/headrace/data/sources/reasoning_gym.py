@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import fields
@@ -17,8 +18,10 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-import reasoning_gym
-from reasoning_gym.factory import DATASETS
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", SyntaxWarning)  # in packages that it needs
+    import reasoning_gym
+    from reasoning_gym.factory import DATASETS
 
 from headrace.data.codec import copied
 from headrace.data.sources.load import plain

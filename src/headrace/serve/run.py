@@ -1,0 +1,140 @@
+"""Starting a server, and ending it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+
+import uvicorn
+
+from headrace.errors import ConfigError
+from headrace.serve.app import Routes
+from headrace.serve.options import ServeOptions
+from headrace.serve.service import Service
+
+log = logging.getLogger("headrace")
+
+_IDLE_S = 75  # longer than clients keep idle connections, so that none is closed in their hands
+
+
+class _Server(uvicorn.Server):
+    """One that leaves signals to us."""
+
+    def stop(self) -> None:
+        self.should_exit = True
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+Ready = Callable[[Service, _Server], None]
+
+
+def serve_tinker(options: ServeOptions, report: Callable[[str], None]) -> None:
+    """Serve until interrupted; `report` gets the lines that people are to see."""
+    logging.basicConfig(format="%(levelname)s: %(message)s")
+    listening = _listen(options)
+
+    def ready(service: Service, server: _Server) -> None:
+        loop = asyncio.get_running_loop()
+
+        def stop() -> None:
+            server.stop()
+            loop.remove_signal_handler(signal.SIGINT)  # a second Ctrl-C does not wait for what is under way
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop)
+        for line in start_lines(options, url_of(options, listening), service):
+            report(line)
+
+    asyncio.run(_serve(options, listening, ready))
+    report("stopped")
+
+
+@contextmanager
+def running(options: ServeOptions) -> Iterator[str]:
+    """A server in a thread of this process, and its URL."""
+    listening = _listen(options)
+    started: Future[_Server] = Future()
+
+    def body() -> None:
+        try:
+            asyncio.run(_serve(options, listening, lambda _, server: started.set_result(server)))
+        except BaseException as error:  # handed to the one who waits
+            if started.done():
+                raise
+            started.set_exception(error)
+
+    thread = threading.Thread(target=body, name="headrace-serve", daemon=True)
+    thread.start()
+    server = started.result()
+    try:
+        yield url_of(options, listening)
+    finally:
+        server.stop()
+        thread.join()
+
+
+async def _serve(options: ServeOptions, listening: socket.socket, ready: Ready) -> None:
+    service = Service(options)
+    config = uvicorn.Config(
+        Routes(service).app(), lifespan="off", ws="none", loop="none", http="h11", log_config=None,
+        log_level="warning", access_log=False, server_header=False, date_header=False, timeout_keep_alive=_IDLE_S,
+        timeout_graceful_shutdown=1,
+    )  # fmt: skip
+    server = _Server(config)
+    serving = asyncio.create_task(server.serve([listening]))
+    reaping = asyncio.create_task(_end_silent_sessions(service))
+    while not (server.started or serving.done()):  # noqa: ASYNC110  (uvicorn has no event for it)
+        await asyncio.sleep(0.01)
+    ready(service, server)
+    try:
+        await serving
+    finally:
+        reaping.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await reaping
+        await service.close()
+
+
+async def _end_silent_sessions(service: Service) -> None:
+    while True:
+        await asyncio.sleep(min(10.0, service.options.session_timeout_s / 4))
+        for session in service.end_silent_sessions():
+            log.warning("session %s gave no sign of life and was ended", session)
+
+
+def url_of(options: ServeOptions, listening: socket.socket) -> str:
+    """Where clients find the server."""
+    host = {"0.0.0.0": socket.gethostname(), "::": socket.gethostname()}.get(options.host, options.host)
+    return f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
+
+
+def start_lines(options: ServeOptions, url: str, service: Service) -> list[str]:
+    """What people need to know to use the server."""
+    key = "what --api-key says" if options.api_key else "tml-local"
+    return [
+        f'serving "{service.base.name}" at {url}; checkpoints in {options.folder.resolve()}; Ctrl-C ends',
+        f"clients need TINKER_BASE_URL={url} TINKER_API_KEY={key} TINKER_TELEMETRY=0",
+    ]
+
+
+def _listen(options: ServeOptions) -> socket.socket:
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    try:
+        listening = socket.create_server((options.host, options.port), family=family, backlog=4096)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen at {options.host}, port {options.port}: {error}; change --host or --port (0: a free one)"
+        ) from error
+    # head and body are two packets, and the second would wait 40 ms for the first to be acknowledged
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listening

@@ -1,0 +1,78 @@
+"""Whole runs through the Tinker API: in step, ahead, every objective, and from where another run ended."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tinker_equality import tinker_server
+
+from fakes import ROOT
+from headrace.cli.main import run as run_command
+
+SMALL = [
+    "--trainer.batch_size=2", "--rollout.max_tokens=8", "--rollout.group_size=2", "--eval.before=false",
+    "--data.args.count=16", "--eval.sets.countdown.limit=2", "--tinker.rank=4", "--trainer.steps=2",
+    "--filters.drop_uniform=false",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    os.environ["TINKER_TELEMETRY"] = "0"
+    with tinker_server(tmp_path_factory.mktemp("tinker")) as address:
+        os.environ["TINKER_BASE_URL"] = address
+        yield address
+        del os.environ["TINKER_BASE_URL"]
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the run files say that they are started."""
+    monkeypatch.chdir(ROOT)
+
+
+def train(folder: Path, *more: str) -> list[dict[str, float]]:
+    words = ["train", "examples/countdown_tinker.toml", *SMALL, f"--run-dir={folder}", *more]
+    assert run_command(words) == 0
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        (),
+        ("--trainer.stream=false",),
+        ("--trainer.max_staleness=2",),
+        ("--trainer.max_staleness=1", "--tinker.segment_tokens=3", "--engine.cache_on_publish=recompute"),
+        ("--trainer.updates_per_batch=2", "--algorithm.proximal=recompute"),
+        ("--algorithm.kl.coef=0.1",),
+        ("--tinker.vocabulary=511", "--algorithm.entropy_coef=0.01", "--rollout.temperature=0.8"),
+        ("--algorithm.estimator=distill",),
+    ],
+    ids=" ".join,
+)
+def test_a_run_trains_through_the_service(more: tuple[str, ...], tmp_path: Path) -> None:
+    rows = train(tmp_path / "run", *more)
+    last = rows[-1]
+    assert last["step"] == 2 and last["policy/grad_norm"] >= 0 and last["tokens/trained"] > 0
+    assert last["eval/countdown/failed"] == 0 and last["episodes/failed"] == 0
+    assert abs(rows[0]["policy/kl_to_sampler"]) < 1e-4
+
+
+def test_a_run_goes_on_from_where_another_ended(tmp_path: Path) -> None:
+    train(tmp_path / "first")
+    (state,) = (tmp_path / "first").rglob("tinker.json")
+    assert json.loads(state.read_text())["updates"] == 2
+    train(tmp_path / "second", f"--run.resume={tmp_path / 'first'}", "--trainer.steps=4")
+    states = [json.loads(path.read_text()) for path in sorted((tmp_path / "second").rglob("tinker.json"))]
+    assert states[-1]["updates"] > 2
+
+
+def test_a_checkpoint_can_be_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(tmp_path / "run")
+    assert run_command(["eval", str(tmp_path / "run")]) == 0
+    assert "countdown" in capsys.readouterr().out
