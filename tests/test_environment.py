@@ -11,6 +11,7 @@ import pytest
 
 from fakes import FakeEngine, char_chat
 from headrace.agents.budget import Budget
+from headrace.agents.chat_loop import ChatLoop
 from headrace.agents.completer import Model
 from headrace.agents.environment import EnvironmentLoop
 from headrace.agents.loop import AgentLoopManager, Limits, RolloutSpec
@@ -250,3 +251,34 @@ async def test_what_json_cannot_hold_is_refused(value: Any) -> None:
         return 1.0
 
     assert "must be data that JSON can hold" in str((await manager(run).roll_out(SPEC, SAMPLING)).error)
+
+
+# ---- the chat loop ---------------------------------------------------------------------------------------------------
+
+
+async def talked(respond: Any, **args: Any) -> Episode:
+    return await manager(ChatLoop(respond, **args).run).roll_out(SPEC, SAMPLING)
+
+
+async def test_a_conversation_goes_on_until_the_user_has_nothing_more_to_say() -> None:
+    async def respond(task: Task, messages: list[dict[str, Any]]) -> Any:
+        turns = sum(m["role"] == "assistant" for m in messages)
+        return {1: "Go on.", 2: {"role": "user", "content": "And?"}}.get(turns)
+
+    episode = await talked(respond, system="Talk.")
+    (trajectory,) = episode.trajectories
+    assert [m["content"] for m in trajectory.steps[-1].messages if m["role"] != "assistant"] == [
+        "Talk.", "Guess.", "Go on.", "And?",
+    ]  # fmt: skip
+    assert (episode.termination, trajectory.reward, len(trajectory.steps)) == ("done", 0.5, 3)
+
+
+async def test_a_user_who_never_ends_is_ended() -> None:
+    episode = await talked(lambda task, messages: "More.", max_turns=2)
+    assert (episode.termination, len(episode.trajectories[0].steps)) == ("turns", 2)
+
+
+async def test_a_user_who_says_something_else_fails_the_episode() -> None:
+    assert "must return text, a message or None, got 3" in str((await talked(lambda task, messages: 3)).error)
+    with pytest.raises(ConfigError, match="respond is called with"):
+        ChatLoop(lambda task: None)

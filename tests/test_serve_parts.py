@@ -107,6 +107,18 @@ def test_a_note_that_cannot_be_read_names_its_checkpoint(tmp_path: Path) -> None
     (tmp_path / "run" / "weights" / "a" / "checkpoint.json").write_text("{")
     with pytest.raises(CheckpointError, match="tinker://run/weights/a is damaged"):
         store.note(path)
+    assert store.notes() == []
+    store.delete(path)
+    with pytest.raises(Refusal, match="no checkpoint"):
+        store.delete(path)
+
+
+def test_a_kill_while_a_checkpoint_is_replaced_keeps_the_old_one(tmp_path: Path) -> None:
+    path = CheckpointPath("run", "weights", "a")
+    Store(tmp_path).write(path, "bundled", SHAPE, {"weights": {"w": torch.ones(1)}})
+    place = tmp_path / "run" / "weights" / "a"
+    place.rename(place.with_name(".a.replaced"))
+    assert Store(tmp_path).read(path)["weights"]["w"].tolist() == [1]
 
 
 @pytest.mark.parametrize(

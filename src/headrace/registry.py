@@ -30,6 +30,7 @@ _BUILTIN: dict[str, dict[str, str]] = {
         "single_turn": "headrace.agents.workflow:single_turn",
         "demonstration": "headrace.agents.workflow:demonstration",
         "preference": "headrace.agents.workflow:preference",
+        "chat_loop": "headrace.agents.chat_loop:ChatLoop",
         "tool_agent": "headrace.agents.tools:ToolAgent",
         "environment": "headrace.agents.environment:EnvironmentLoop",
         "external_agent": "headrace.agents.gateway.external:ExternalAgent",

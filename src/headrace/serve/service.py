@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -16,6 +15,7 @@ import torch
 from tinker import types
 
 from headrace.serve.base import Base, LoraShape
+from headrace.serve.checks import check_adam, check_ttl, digest, known_run, texts
 from headrace.serve.futures import Line, Promises, Work
 from headrace.serve.losses import check_rows
 from headrace.serve.options import Refusal, ServeOptions
@@ -26,7 +26,6 @@ from headrace.serve.training import TrainedModel
 from headrace.serve.wire import Outcome, peek_train, read_train, train_outcome
 
 T = TypeVar("T")
-_SHORTEST_TTL_S = 3600
 
 
 @dataclass(slots=True, eq=False)
@@ -139,8 +138,8 @@ class Service:
     def create_model(self, request: types.CreateModelRequest, raw: bytes) -> dict[str, Any]:
         session = self.session(request.session_id)
         model_id = f"{session.id}:train:{request.model_seq_id}"
-        request_id, digest = f"{model_id}:0", _digest(raw)
-        if self.promises.find(request_id, digest) is None:
+        request_id, mark = f"{model_id}:0", digest(raw)
+        if self.promises.find(request_id, mark) is None:
             shape = self._shape(request)
             if len(self.models) + self._coming >= self.options.max_models:
                 raise Refusal(
@@ -148,10 +147,10 @@ class Service:
                     "--max-models"
                 )
             seed = request.lora_config.seed if request.lora_config else None
-            metadata = _texts(request.user_metadata)
+            metadata = texts(request.user_metadata)
             self._coming += 1
             promise = self.promises.add(
-                request_id, session.id, digest, lambda: self._create(session, model_id, shape, seed, metadata)
+                request_id, session.id, mark, lambda: self._create(session, model_id, shape, seed, metadata)
             )
             self.promises.start(promise)
         return {"request_id": request_id, "model_id": model_id}
@@ -193,7 +192,7 @@ class Service:
         if found is not None:
             found.session.seen = time.monotonic()
             return found
-        saved = [n for n in self.store.notes(_known_run(model_id)) if n.path.kind == "weights"] if model_id else []
+        saved = [n for n in self.store.notes(known_run(model_id)) if n.path.kind == "weights"] if model_id else []
         remedy = f"; go on with create_training_client_from_state_with_optimizer({saved[-1].path})" if saved else ""
         raise Refusal(
             f"the model {model_id[:120]} is not in memory: its session has ended, or the server was restarted{remedy}",
@@ -245,7 +244,7 @@ class Service:
             params = request.optim_params
             if not isinstance(params, types.AdamParams):
                 raise Refusal(f'this server has the optimizer "adamw" only, got "{params.type}"')
-            _check_adam(params)
+            check_adam(params)
 
             async def work() -> Outcome:
                 return Outcome.of(metrics=await self.on_learner(lambda: model.trained.optim_step(params)))
@@ -259,7 +258,7 @@ class Service:
 
         def prepare() -> Work:
             path = self._new_path(model, "weights", request.path)
-            _check_ttl(request.ttl_seconds)
+            check_ttl(request.ttl_seconds)
 
             def save() -> None:
                 tensors = {"weights": model.trained.weights(), "optimizer": model.trained.moments()}
@@ -282,7 +281,7 @@ class Service:
         model = self.model(request.model_id)
 
         def prepare() -> Work:
-            _check_ttl(request.ttl_seconds)
+            check_ttl(request.ttl_seconds)
             if request.path is None and request.sampling_session_seq_id is not None:
                 number = request.sampling_session_seq_id
                 return lambda: self._snapshot(model, number)
@@ -342,8 +341,8 @@ class Service:
 
     def _in_line(self, model: LiveModel, seq_id: int | None, raw: bytes, prepare: Callable[[], Work]) -> dict[str, Any]:
         number = model.line.next_free if seq_id is None else seq_id
-        request_id, digest = f"{model.id}:{number}", _digest(raw)
-        if self.promises.find(request_id, digest) is None:
+        request_id, mark = f"{model.id}:{number}", digest(raw)
+        if self.promises.find(request_id, mark) is None:
             try:
                 work = prepare()
             except Exception:
@@ -351,7 +350,7 @@ class Service:
                     model.line.add(number, None)
                 raise
             model.line.check(number)
-            model.line.add(number, self.promises.add(request_id, model.session.id, digest, work))
+            model.line.add(number, self.promises.add(request_id, model.session.id, mark, work))
         return {"request_id": request_id, "model_id": model.id}
 
     # ---- sampling sessions ----------------------------------------------------------------------------------------
@@ -393,36 +392,3 @@ class Service:
         if sampling.id not in self.sampling:
             sampling.session.samplers.append(sampling.id)
         self.sampling[sampling.id] = sampling
-
-
-def _digest(raw: bytes) -> str:
-    return hashlib.blake2b(raw, digest_size=16).hexdigest()
-
-
-def _texts(metadata: Mapping[str, Any] | None) -> dict[str, str] | None:
-    return None if metadata is None else {str(key): str(value) for key, value in metadata.items()}
-
-
-def _known_run(model_id: str) -> str:
-    with suppress(Refusal):
-        return check_name(model_id, "a run")
-    return "-"
-
-
-def _check_ttl(ttl_s: int | None) -> None:
-    if ttl_s is not None and ttl_s < _SHORTEST_TTL_S:
-        raise Refusal(f"ttl_seconds must be at least {_SHORTEST_TTL_S}, got {ttl_s}; leave it out to keep it for good")
-
-
-def _check_adam(params: types.AdamParams) -> None:
-    sound = {
-        "learning_rate": 0 <= params.learning_rate < 1e6,
-        "beta1": 0 <= params.beta1 < 1,
-        "beta2": 0 <= params.beta2 < 1,
-        "eps": 0 <= params.eps < 1e6,
-        "weight_decay": 0 <= params.weight_decay < 1e6,
-        "grad_clip_norm": 0 <= params.grad_clip_norm < float("inf"),
-    }
-    for name, fits in sound.items():
-        if not fits:
-            raise Refusal(f"{name} is out of range: {getattr(params, name)}")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 import shutil
 import time
 import uuid
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,10 +19,12 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from headrace.durable import sync, sync_tree
+from headrace.durable import sync, sync_tree, write_durably
 from headrace.errors import CheckpointError, boundary
 from headrace.serve.base import LoraShape
 from headrace.serve.options import Refusal
+
+log = logging.getLogger("headrace")
 
 KINDS = {"weights": "training", "sampler_weights": "sampler"}
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:=+@-]{0,199}")
@@ -106,6 +110,12 @@ class Store:
             for leftover in folder.glob(".writing-*"):
                 if time.time() - leftover.stat().st_mtime > _LEFTOVER_AGE_S:  # a young one may be another server's
                     shutil.rmtree(leftover, ignore_errors=True)
+            for replaced in folder.glob("*/*/.*.replaced"):
+                target = replaced.with_name(replaced.name[1:].removesuffix(".replaced"))
+                if target.exists():
+                    shutil.rmtree(replaced, ignore_errors=True)
+                else:  # killed between two renames
+                    replaced.rename(target)
 
     def write(
         self,
@@ -143,10 +153,12 @@ class Store:
                 (beside / _NOTE).write_text(json.dumps(note), encoding="utf-8")
                 sync_tree(beside)
                 target.parent.mkdir(parents=True, exist_ok=True)
+                replaced = target.with_name(f".{target.name}.replaced")
                 if target.exists():
-                    shutil.rmtree(target)
+                    target.rename(replaced)
                 beside.rename(target)
                 sync(target.parent)
+                shutil.rmtree(replaced, ignore_errors=True)
             finally:
                 shutil.rmtree(beside, ignore_errors=True)
 
@@ -172,8 +184,9 @@ class Store:
         return found
 
     def delete(self, path: CheckpointPath) -> None:
-        """Forget a checkpoint."""
-        self.note(path)
+        """Forget a checkpoint, be it damaged."""
+        with suppress(CheckpointError):
+            self.note(path)
         with boundary(CheckpointError, f"cannot delete {path}"):
             shutil.rmtree(self._place(path))
 
@@ -183,13 +196,17 @@ class Store:
         file = self._place(path) / _NOTE
         held = json.loads(file.read_text(encoding="utf-8"))
         held["expires"] = None if ttl_s is None else time.time() + ttl_s
-        file.write_text(json.dumps(held), encoding="utf-8")
+        write_durably(file, json.dumps(held))
 
     def notes(self, run: str | None = None) -> list[Note]:
-        """All checkpoints, or those of a run, oldest first; what has expired is removed."""
+        """All checkpoints that can be read, or those of a run, oldest first; what has expired is removed."""
         found = []
         for path in self._paths(run):
-            note = self._read_note(path)
+            try:
+                note = self._read_note(path)
+            except CheckpointError as error:  # one that is damaged does not hide the others
+                log.warning("%s", error)
+                continue
             if note is not None:
                 found.append(note)
         return sorted(found, key=lambda note: note.created)
@@ -197,7 +214,7 @@ class Store:
     def _paths(self, run: str | None) -> Iterator[CheckpointPath]:
         for folder in sorted(self._folder.glob(f"{run or '*'}/*/*/{_NOTE}")):
             held = folder.parent.relative_to(self._folder).parts
-            if held[1] in KINDS and not held[0].startswith("."):
+            if held[1] in KINDS and not any(part.startswith(".") for part in held):
                 yield CheckpointPath(*held)
 
     def _place(self, path: CheckpointPath) -> Path:
@@ -207,25 +224,25 @@ class Store:
         folder = self._place(path)
         try:
             held = json.loads((folder / _NOTE).read_text(encoding="utf-8"))
-            size = sum(file.stat().st_size for file in folder.iterdir())
+            note = Note(
+                path=path,
+                base_model=held["base_model"],
+                shape=LoraShape(**held["shape"]),
+                created=held["created"],
+                expires=held["expires"],
+                size_bytes=sum(file.stat().st_size for file in folder.iterdir()),
+                digests=held["digests"],
+                user_metadata=held["user_metadata"],
+                run_metadata=held["run_metadata"],
+            )
         except FileNotFoundError:
             return None
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path} is damaged: {error}; delete it") from None
-        if held["expires"] is not None and held["expires"] < time.time():
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}; delete it") from None
+        if note.expires is not None and note.expires < time.time():
             shutil.rmtree(folder, ignore_errors=True)
             return None
-        return Note(
-            path=path,
-            base_model=held["base_model"],
-            shape=LoraShape(**held["shape"]),
-            created=held["created"],
-            expires=held["expires"],
-            size_bytes=size,
-            digests=held["digests"],
-            user_metadata=held["user_metadata"],
-            run_metadata=held["run_metadata"],
-        )
+        return note
 
 
 def _digest(file: Path) -> str:

@@ -26,7 +26,7 @@ from headrace.errors import LedgerError
 Event = tuple[Callable[..., None], tuple[Any, ...]]
 """A method of the Recorder, and its arguments."""
 
-WAIT_S: Final = 0.2
+WAIT_S: Final = 0.05
 BATCH: Final = 500
 MOST_WAITING: Final = 10_000
 _NICENESS = 10
