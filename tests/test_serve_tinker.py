@@ -23,6 +23,7 @@ from headrace.models.causal import CausalModel, PackedRows, build_causal_model
 from headrace.models.load import add_adapters, load_model
 from headrace.serve.options import ServeOptions
 from headrace.serve.run import running
+from tiny import saved_model
 
 KEY = "tml-test"
 PROMPT = [5, 17, 42, 99]
@@ -415,3 +416,29 @@ def test_a_server_that_was_killed_and_started_again_has_what_was_saved(tmp_path:
         orphan = tinker.TrainingClient(service.holder, model_seq_id=0, model_id=lost)
         with pytest.raises(tinker.NotFoundError, match=f"from_state_with_optimizer.{state}"):
             orphan.forward(data, "cross_entropy").result()
+
+
+# ---- other models ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_models_of_other_families_are_trained_and_sampled_alike(tmp_path: Path, family: str) -> None:
+    folder = saved_model(family, tmp_path / "model")
+    options = ServeOptions(model=str(folder), name="mine", port=0, folder=tmp_path)
+    with running(options) as url, client(url) as service:
+        model = service.create_lora_training_client("mine", rank=4)
+        first, *_, last = (loss_after_a_step(model, [row([5, 6, 7, 8, 9])])[0] for _ in range(3))
+        assert last < first
+        prompt = types.ModelInput.from_ints([5, 6, 7])
+        sampler, params = model.save_weights_and_get_sampling_client(), types.SamplingParams(max_tokens=6, stop=[])
+        (said,) = sampler.sample(prompt, 1, params).result().sequences
+        (scored,) = logprobs_of(model.forward([row([5, 6, 7, *said.tokens])], "cross_entropy").result())
+        np.testing.assert_allclose(np.array(said.logprobs), scored[2:], atol=1e-4)
+
+
+def test_a_model_without_fitting_layers_says_so(tmp_path: Path) -> None:
+    folder = saved_model("gpt2", tmp_path / "model")
+    with running(ServeOptions(model=str(folder), port=0, folder=tmp_path)) as url, client(url) as service:
+        with pytest.raises(tinker.RequestFailedError, match="train_attn, train_mlp; set that to false"):
+            service.create_lora_training_client(str(folder), rank=4)
+        assert service.create_lora_training_client(str(folder), rank=4, train_attn=False, train_mlp=False)

@@ -63,6 +63,23 @@ def test_a_run_trains_through_the_service(more: tuple[str, ...], tmp_path: Path)
     assert abs(rows[0]["policy/kl_to_sampler"]) < 1e-4
 
 
+@pytest.mark.parametrize(
+    ("command", "file", "more"),
+    [
+        ("train", "countdown_dpo", ("--trainer.batch_size=4", "--rollout.max_tokens=60")),
+        ("sft", "countdown_sft", ("--trainer.batch_size=2",)),
+    ],
+)
+def test_every_objective_trains_through_the_service(
+    command: str, file: str, more: tuple[str, ...], tmp_path: Path
+) -> None:
+    words = [f"--run-dir={tmp_path / 'run'}", "--backend.name=tinker", "--tinker.rank=4", "--trainer.steps=1"]
+    words += ["--eval.before=false", "--data.args.count=16", "--eval.sets.countdown.limit=2", *more]
+    assert run_command([command, f"examples/{file}.toml", *words]) == 0
+    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["tokens/trained"] > 0 and last["policy/grad_norm"] > 0
+
+
 def test_a_run_goes_on_from_where_another_ended(tmp_path: Path) -> None:
     train(tmp_path / "first")
     (state,) = (tmp_path / "first").rglob("tinker.json")

@@ -38,9 +38,7 @@ class ChatLoop:
             if said is None:
                 return
             messages.append(_message(said))
-        raise BudgetExceededError(
-            f"the user still answers after max_turns = {self._max_turns}", TerminationReason.TURNS
-        )
+        raise BudgetExceededError(f"the user still talks after max_turns = {self._max_turns}", TerminationReason.TURNS)
 
 
 def _message(said: Any) -> Message:

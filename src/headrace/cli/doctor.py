@@ -22,6 +22,8 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "remote": ("httpx2",),
     "gateway": ("starlette", "uvicorn"),
     "mcp": ("mcp",),
+    "serve": ("protobuf", "starlette", "tinker", "uvicorn"),
+    "tinker": ("tinker",),
     "math": ("math-verify",),
     "datasets": ("datasets",),
     "reasoning-gym": ("reasoning-gym",),

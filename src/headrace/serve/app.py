@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import json
 import logging
@@ -18,6 +17,7 @@ from tinker import types
 
 from headrace.errors import HeadraceError
 from headrace.serve.catalogue import Catalogue
+from headrace.serve.checks import digest
 from headrace.serve.options import Refusal
 from headrace.serve.sample import start_sample
 from headrace.serve.service import Service
@@ -124,8 +124,7 @@ class Routes:
         return self._service.forward_backward(raw)
 
     async def _sample(self, request: Request, raw: bytes) -> Any:
-        digest = hashlib.blake2b(raw, digest_size=16).hexdigest()
-        return start_sample(self._service, read_json(types.SampleRequest, raw), digest)
+        return start_sample(self._service, read_json(types.SampleRequest, raw), digest(raw))
 
     async def _retrieve(self, request: Request, raw: bytes) -> Any:
         asked = read_json(types.FutureRetrieveRequest, raw)

@@ -83,9 +83,12 @@ class Base:
     def adapted(self, shape: LoraShape, seed: int | None = None) -> Adapted:
         """A model with fresh adapters, which change nothing yet."""
         wanted = {"attn": shape.train_attn, "mlp": shape.train_mlp, "unembed": shape.train_unembed}
-        targets = sorted({layer for kind, asked in wanted.items() if asked for layer in self._layers[kind]})
-        if not targets:
+        kinds = [kind for kind, asked in wanted.items() if asked]
+        if not kinds:
             raise Refusal("nothing would be trained; set train_attn, train_mlp or train_unembed")
+        if bare := [f"train_{kind}" for kind in kinds if not self._layers[kind]]:
+            raise Refusal(f"this model has no layers that adapters fit for {', '.join(bare)}; set that to false")
+        targets = sorted({layer for kind in kinds for layer in self._layers[kind]})
         lora = LoraSection(rank=shape.rank, alpha=_ALPHA, targets=tuple(targets))
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of tied heads, whose adapters are never merged here
