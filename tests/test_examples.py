@@ -54,7 +54,10 @@ def test_a_run_file_loads_and_says_how_it_is_started(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", [p for p in EXAMPLES if p.stem not in ("countdown_distill", "countdown_smollm2")], ids=lambda p: p.stem
+    "path",
+    # the others need a teacher, a model that is not bundled, or a server, and have tests of their own
+    [p for p in EXAMPLES if p.stem not in ("countdown_distill", "countdown_smollm2", "countdown_tinker")],
+    ids=lambda p: p.stem,
 )
 def test_a_run_file_trains(path: Path, tmp_path: Path) -> None:
     last = train(path, tmp_path / "run")

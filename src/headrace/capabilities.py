@@ -14,6 +14,14 @@ from headrace.registry import builtin
 # Per backend and kind: the names it supports, or None for all. A backend that is not here has not been tried.
 SUPPORT: dict[str, dict[str, frozenset[str] | None]] = {
     "local": {"objective": None, "estimator": None, "loss": None, "correction": None, "kl": None, "filter": None},
+    "tinker": {
+        "objective": None,
+        "estimator": frozenset(builtin("estimator")) - {"gae"},  # it needs a value head
+        "loss": None,
+        "correction": None,
+        "kl": None,
+        "filter": None,
+    },
 }
 
 _OBJECTIVES = {

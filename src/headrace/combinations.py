@@ -352,6 +352,13 @@ def _streaming(config: RunConfig) -> Iterator[str]:
             yield f"trainer.stream trains groups one by one, which does not go with {reason}; remove trainer.stream"
 
 
+def _tinker(config: RunConfig) -> Iterator[str]:
+    if config.backend.name in builtin("backend") and config.backend.name != "tinker":
+        for key in type(config.tinker).model_fields:
+            if _changed(config.tinker, key):
+                yield f'tinker.{key} is for backend "tinker", and backend.name is "{config.backend.name}"; remove it'
+
+
 _RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _groups,
     _filters,
@@ -367,4 +374,5 @@ _RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _streaming,
     _keeping,
     _modes,
+    _tinker,
 )

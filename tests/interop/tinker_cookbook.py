@@ -1,4 +1,4 @@
-"""An unmodified recipe of the PyPI package tinker-cookbook against `headrace serve tinker`, in an environment of its own.
+"""An unmodified recipe of tinker-cookbook against `headrace serve tinker`, in an environment of its own.
 
     python tests/interop/tinker_cookbook.py [--work DIR] [--steps 5]
 
