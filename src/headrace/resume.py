@@ -16,8 +16,8 @@ FREE = (
     "trainer.best_metric", "trainer.callbacks",
     "rollout.max_concurrent", "rollout.timeout_s", "filters.most_replacements",
     "produce.capacity", "produce.spill_above_mb",
-    "rollout.retries", "data.on_overlap", "engine", "eval", "gateway", "tinker.base_url", "tinker.api_key_env", "tinker.ttl_s",
-    "track", "ledger", "alarm", "simulate",
+    "rollout.retries", "data.on_overlap", "engine", "eval", "gateway",
+    "tinker.base_url", "tinker.api_key_env", "tinker.ttl_s", "track", "ledger", "alarm", "simulate",
 )  # fmt: skip
 """Settings, or whole sections, that say how a run is watched, kept and fed, and not what is learned."""
 

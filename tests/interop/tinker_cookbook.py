@@ -22,7 +22,7 @@ from pathlib import Path
 
 from headrace.models.catalog import resolve_model
 
-COOKBOOK, TORCH = "tinker-cookbook==0.5.8", "torch==2.13.0"
+COOKBOOK, TORCH = "tinker-cookbook[math-rl]==0.5.8", "torch==2.13.0"
 MODEL = "headrace/bundled"
 RECIPE = "tinker_cookbook.recipes.math_rl.train"
 SHOWN = ("env/all/reward/total", "env/all/correct", "optim/kl_sample_train_v1", "loss:sum")
