@@ -37,7 +37,7 @@ class Echo:
         return f"Make {number} from {number}. Use each number once."
 
 
-def games(split: str, count: int, turns: int = 3, highest: int = 9) -> Iterator[Task]:
+def games(split: str, count: int, turns: int = 2, highest: int = 9) -> Iterator[Task]:
     """Games of so many turns. No order of calls of "test" is one of "train"."""
     rng = random.Random(split)
     made = 0
