@@ -121,6 +121,7 @@ async def compare(name: str, seed: int, one_pass: bool) -> dict[str, float]:
             {
                 **SETTINGS,
                 "run": {"seed": seed},
+                "backend": {**SETTINGS.get("backend", {}), "name": "tinker"},
                 "tinker": {"rank": 4, "train_unembed": False},
                 "trainer": {"stream": not one_pass},
             }

@@ -26,6 +26,7 @@ def settings(path: Path, run_dir: Path) -> list[str]:
     words += [f"--data.mixture.{name}.args.size=16" for name in config.data.mixture]
     words += ["--data.args.count=16"] if "count" in config.data.args else []
     words += [f"--eval.sets.{name}.limit=2" for name in config.eval.sets]
+    words += [f"--eval.sets.{name}.args.count=2" for name, one in config.eval.sets.items() if "count" in one.args]
     if config.algorithm.objective == "rl" and config.rollout.group_size > 2:
         words.append("--rollout.group_size=2")
     return words

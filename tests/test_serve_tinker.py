@@ -296,18 +296,19 @@ def test_sampled_logprobs_are_those_of_training(service: tinker.ServiceClient) -
 def test_a_sampler_keeps_the_weights_of_its_moment(service: tinker.ServiceClient) -> None:
     model = trained(service)
     sampler = model.save_weights_and_get_sampling_client()
-    before = [s.tokens for s in sample(sampler, 4)]
+    before = [(s.tokens, s.logprobs) for s in sample(sampler, 4)]
     model.forward_backward(batch("cross_entropy"), "cross_entropy").result()
     model.optim_step(types.AdamParams(learning_rate=0.1)).result()
-    assert [s.tokens for s in sample(sampler, 4)] == before
-    assert [s.tokens for s in sample(model.save_weights_and_get_sampling_client(), 4)] != before
+    assert [(s.tokens, s.logprobs) for s in sample(sampler, 4)] == before
+    after = model.save_weights_and_get_sampling_client()
+    assert [(s.tokens, s.logprobs) for s in sample(after, 4)] != before
 
 
 def test_sixteen_samplers_at_once(service: tinker.ServiceClient) -> None:
     models = [new_model(service, seed=n) for n in range(2)]
     for model in models:
         model.forward_backward(batch("cross_entropy"), "cross_entropy").result()
-        model.optim_step(types.AdamParams(learning_rate=0.05)).result()
+        model.optim_step(types.AdamParams(learning_rate=1e-3)).result()
     samplers = [models[n % 2].save_weights_and_get_sampling_client() for n in range(16)]
     prompt, params = types.ModelInput.from_ints(PROMPT), types.SamplingParams(max_tokens=16, seed=1, stop=[])
     waiting = [sampler.sample(prompt, 4, params) for sampler in samplers for _ in range(2)]

@@ -33,7 +33,8 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 def make_tinker(**changes: Any) -> TinkerBackend:
     own = {"rank": 4, "train_unembed": False, **changes.pop("tinker", {})}
-    return TinkerBackend(build_config({"tinker": own, **changes}))
+    backend = {"name": "tinker", **changes.pop("backend", {})}
+    return TinkerBackend(build_config({"backend": backend, "tinker": own, **changes}))
 
 
 @pytest.mark.slow

@@ -161,6 +161,6 @@ def test_a_renderer_without_tinker_cookbook_says_what_to_install() -> None:
     try:
         import tinker_cookbook  # type: ignore[import-not-found]  # noqa: F401
     except ImportError:
-        config = build_config({"tinker": {"renderer_name": "qwen3"}})
+        config = build_config({"backend": {"name": "tinker"}, "tinker": {"renderer_name": "qwen3"}})
         with pytest.raises(MissingExtraError, match="pip install tinker-cookbook"):
             with_renderer(config, load_tokenizer("bundled"))

@@ -42,6 +42,7 @@ def url(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         del os.environ["TINKER_BASE_URL"]
 
 
+@pytest.mark.slow  # a minute; what follows it is the quick part
 class TestSegments(EngineContract):
     vocabulary = tiny.VOCABULARY
     long = 100
@@ -51,7 +52,9 @@ class TestSegments(EngineContract):
 
     @pytest.fixture(autouse=True)
     def policy(self, model: Path) -> Iterator[None]:
-        self.backend = TinkerBackend(build_config({"model": {"name": str(model)}, "tinker": {"rank": 4}}))
+        self.backend = TinkerBackend(
+            build_config({"backend": {"name": "tinker"}, "model": {"name": str(model)}, "tinker": {"rank": 4}})
+        )
         yield
         blocking(lambda: asyncio.run(self.backend.close()))
 
@@ -100,7 +103,9 @@ class TestSegments(EngineContract):
 
 
 async def test_whole_replies_end_under_the_weights_they_began_with(model: Path) -> None:
-    backend = TinkerBackend(build_config({"model": {"name": str(model)}, "tinker": {"rank": 4}}))
+    backend = TinkerBackend(
+        build_config({"backend": {"name": "tinker"}, "model": {"name": str(model)}, "tinker": {"rank": 4}})
+    )
     engine = backend.create_engine()
     await backend.publish(1)
     rng = random.Random(0)

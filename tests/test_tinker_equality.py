@@ -21,7 +21,12 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 WAYS = [(name, one_pass) for name in CASES for one_pass in (False, True) if name in BUILT_IN or not one_pass]
 
 
-@pytest.mark.parametrize(("name", "one_pass"), WAYS)
+QUICK = [("ppo_clip", False), ("ppo_clip", True), ("cispo", True), ("dpo", False)]
+
+
+@pytest.mark.parametrize(
+    ("name", "one_pass"), [pytest.param(*way, marks=[] if way in QUICK else [pytest.mark.slow]) for way in WAYS]
+)
 async def test_three_steps_end_where_the_local_backend_ends(name: str, one_pass: bool) -> None:
     found = await compare(name, seed=5, one_pass=one_pass)
     assert found["moved"] > 0.01  # or nothing was compared
