@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +16,7 @@ from tinker_equality import tinker_server
 
 from fakes import ROOT
 from headrace.cli.main import run as run_command
+from headrace.data.ledger import LedgerReader
 
 SMALL = [
     "--trainer.batch_size=2", "--rollout.max_tokens=8", "--rollout.group_size=2", "--eval.before=false",
@@ -93,3 +98,52 @@ def test_a_checkpoint_can_be_evaluated(tmp_path: Path, capsys: pytest.CaptureFix
     train(tmp_path / "run")
     assert run_command(["eval", str(tmp_path / "run")]) == 0
     assert "countdown" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_server_that_is_killed_and_started_again_loses_nothing(staleness: int, tmp_path: Path) -> None:
+    run, states = tmp_path / "run", tmp_path / "server"
+    more = (
+        f"--trainer.max_staleness={staleness}",
+        "--trainer.steps=8",
+        "--trainer.save_every=2",
+        "--data.args.count=64",
+    )
+    with tinker_server(states) as address:
+        words = ["train", "examples/countdown_tinker.toml", *SMALL, f"--run-dir={run}", f"--tinker.base_url={address}"]
+        training = subprocess.Popen([sys.executable, "-m", "headrace", *words, *more])
+        _wait_for(lambda: (run / "metrics.jsonl").exists() and len(steps_told(run)) >= 4, training)
+        os.kill(_server_of(address), signal.SIGKILL)
+    with tinker_server(states) as address:
+        # the address is another, so the run cannot find its session; with the same one it is told that it is gone
+        training.terminate()
+        training.wait(60)
+        assert run_command([*words[:2], *SMALL, f"--run-dir={run}", *more, f"--tinker.base_url={address}"]) == 0
+    assert steps_told(run) == list(range(1, 9))
+    with LedgerReader.read(run) as reader:
+        account = reader.account()
+        assert account.trained == 8 * 2 * 2 and account.failed == account.filtered == 0
+
+
+def steps_told(run: Path) -> list[int]:
+    return [row["step"] for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if row["step"]]
+
+
+def _wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
+    for _ in range(1200):
+        if condition():
+            return
+        assert process.poll() is None, "the run ended too early"
+        time.sleep(0.1)
+    raise AssertionError("it took too long")
+
+
+def _server_of(address: str) -> int:
+    """Its process id, by the port in its command."""
+    port = address.rsplit(":", 1)[1]
+    for folder in Path("/proc").glob("[0-9]*"):
+        words = (folder / "cmdline").read_bytes().split(b"\0")
+        if b"serve" in words and port.encode() in words:
+            return int(folder.name)
+    raise AssertionError("there is no such server")
