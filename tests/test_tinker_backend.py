@@ -45,6 +45,7 @@ class TestWholeDistributions(BackendContract):
         return make_tinker(tinker={"vocabulary": VOCABULARY}, **changes)
 
 
+@pytest.mark.slow  # a minute; the tests below, and whole runs, are the quick part
 class TestTargetsOnly(BackendContract):
     """What the API returns as a rule: log-probabilities of the targets, at temperature 1."""
 
