@@ -32,7 +32,8 @@ def summarize(result: RunResult, config: RunConfig) -> None:
         lines.append(("go on", f"the same command goes on from here, or headrace train --resume {result.run_dir}"))
     else:
         lines.append(("metrics", f"{result.run_dir}/metrics.jsonl and tensorboard/"))
-        lines.append(("the model", f"headrace export {result.run_dir} FOLDER"))
+        if config.backend.name != "tinker":  # its weights are on the service
+            lines.append(("the model", f"headrace export {result.run_dir} FOLDER"))
         lines.append(("next", "an agent of your own: README.md and docs/workflows.md"))
     grid = Table.grid(padding=(0, 2))
     for name, text in lines:

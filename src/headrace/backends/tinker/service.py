@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from headrace.errors import BackendError, ConfigError, HeadraceError
 from headrace.registry import nearest
 
 T = TypeVar("T")
+_ANSWER_S = 10.0
 _NO_KEY = "tml-none"  # the SDK sends no request without one; a service on this machine may not ask for it
 
 
@@ -31,12 +33,32 @@ def connect(section: TinkerSection) -> tinker.ServiceClient:
     """A client of the service; nothing is sent yet."""
     url = section.base_url or os.environ.get("TINKER_BASE_URL") or None
     key = os.environ.get(section.api_key_env) or None
+    if url is not None:
+        _require_answer(url)
     if key is None and url is not None and _is_here(url):
         key = _NO_KEY
-    if key is None and section.api_key_env != "TINKER_API_KEY":
-        raise ConfigError(f"tinker.api_key_env names {section.api_key_env}, which is not set; export it")
+    if key is None and (url is None or section.api_key_env != "TINKER_API_KEY"):
+        raise ConfigError(
+            f"{section.api_key_env} (tinker.api_key_env) is not set; export a key of the service, or, for a server of "
+            f"your own (headrace serve tinker), its address as TINKER_BASE_URL or tinker.base_url"
+        )
     with calling(f"connecting to {url or 'the Tinker service'}"):
         return blocking(lambda: tinker.ServiceClient(base_url=url, api_key=key))
+
+
+def _require_answer(url: str) -> None:
+    """The SDK tries for five minutes to reach a service; that nobody listens at all is told at once."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f'the address of the Tinker service must begin with http:// or https://, got "{url}"')
+    try:
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        socket.create_connection((parts.hostname, port), _ANSWER_S).close()
+    except OSError as error:
+        raise ConfigError(
+            f"nothing answers at {url}: {error}; start the server (headrace serve tinker), or correct TINKER_BASE_URL "
+            f"or tinker.base_url"
+        ) from None
 
 
 def _is_here(url: str) -> bool:
