@@ -33,8 +33,6 @@ def connect(section: TinkerSection) -> tinker.ServiceClient:
     """A client of the service; nothing is sent yet."""
     url = section.base_url or os.environ.get("TINKER_BASE_URL") or None
     key = os.environ.get(section.api_key_env) or None
-    if url is not None:
-        _require_answer(url)
     if key is None and url is not None and _is_here(url):
         key = _NO_KEY
     if key is None and (url is None or section.api_key_env != "TINKER_API_KEY"):
@@ -42,6 +40,8 @@ def connect(section: TinkerSection) -> tinker.ServiceClient:
             f"{section.api_key_env} (tinker.api_key_env) is not set; export a key of the service, or, for a server of "
             f"your own (headrace serve tinker), its address as TINKER_BASE_URL or tinker.base_url"
         )
+    if url is not None:
+        _require_answer(url)
     with calling(f"connecting to {url or 'the Tinker service'}"):
         return blocking(lambda: tinker.ServiceClient(base_url=url, api_key=key))
 
