@@ -63,7 +63,7 @@ def test_what_the_service_can_do_is_accepted(words: str) -> None:
 
 def test_a_key_that_is_named_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MY_KEY", raising=False)
-    with pytest.raises(ConfigError, match="MY_KEY .tinker.api_key_env. is not set; export"):
+    with pytest.raises(ConfigError, match=r"MY_KEY \(tinker.api_key_env\) is not set; export"):
         connect(TinkerSection(api_key_env="MY_KEY", base_url="https://far.example"))
 
 
