@@ -28,7 +28,7 @@ from headrace.models.load import load_model, load_tokenizer
 from headrace.models.modules import trained_parameters
 
 IGNORED = ["run.deterministic", "algorithm.value_head", "distill.refresh_every", "engine.name", "engine.threads"]
-IGNORED += [f"backend.{key}" for key in ("logits_chunk", "gradient_checkpointing", "threads")]
+IGNORED += [f"backend.{key}" for key in ("logits_chunk", "share_prefixes", "gradient_checkpointing", "threads")]
 
 
 class OwnBackend:

@@ -17,6 +17,22 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 
+@pytest.fixture(scope="module")
+def tinker_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A Tinker server of the bundled model."""
+    from tinker_equality import tinker_server
+
+    with tinker_server(tmp_path_factory.mktemp("tinker")) as address:
+        yield address
+
+
+@pytest.fixture
+def through_tinker(tinker_address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is trained with backend "tinker" is trained on that server."""
+    monkeypatch.setenv("TINKER_BASE_URL", tinker_address)
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+
+
 @pytest.fixture(scope="session")
 def forks() -> Iterator[ForkServer]:
     """Starts engine processes without importing torch for each."""

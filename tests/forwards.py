@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 import tiny
-from headrace.models.causal import CausalModel, PackedRows
+from headrace.models.causal import CausalModel
+from headrace.models.packed import PackedRows
 
 
 def reference_logits(hf_model: Any, rows: list[list[int]]) -> list[Tensor]:

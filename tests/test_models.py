@@ -24,11 +24,13 @@ from forwards import (
 from headrace.backends.local.storage import load_state, save_state
 from headrace.config import ModelSection
 from headrace.errors import DataError
-from headrace.models.causal import CausalModel, PackedRows, build_causal_model
+from headrace.models.causal import CausalModel, build_causal_model
 from headrace.models.fallback import TransformersModel
-from headrace.models.llama import FusedLinear, LlamaModel, covers
+from headrace.models.linear import FusedLinear
+from headrace.models.llama import LlamaModel, covers
 from headrace.models.load import load_model
 from headrace.models.logprobs import target_logprobs
+from headrace.models.packed import PackedRows
 
 LENGTHS = (5, 1, 19, 12)
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

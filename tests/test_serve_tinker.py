@@ -19,8 +19,9 @@ from tinker import types
 from torch import Tensor
 
 from headrace.config import LoraSection, ModelSection
-from headrace.models.causal import CausalModel, PackedRows, build_causal_model
+from headrace.models.causal import CausalModel, build_causal_model
 from headrace.models.load import add_adapters, load_model
+from headrace.models.packed import PackedRows
 from headrace.serve.options import ServeOptions
 from headrace.serve.run import running
 from tiny import saved_model

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tinker_equality import tinker_server
 
 from contracts.backend_contract import IMITATE, REINFORCE_LIKE, BackendContract, random_samples
 from headrace.backends.tinker.backend import TinkerBackend, read_state
@@ -22,13 +19,7 @@ from headrace.runfile import build_config
 VOCABULARY = 511
 
 
-@pytest.fixture(scope="module", autouse=True)
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    os.environ["TINKER_TELEMETRY"] = "0"
-    with tinker_server(tmp_path_factory.mktemp("tinker")) as address:
-        os.environ["TINKER_BASE_URL"] = address
-        yield address
-        del os.environ["TINKER_BASE_URL"]
+pytestmark = pytest.mark.usefixtures("through_tinker")
 
 
 def make_tinker(**changes: Any) -> TinkerBackend:

@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-
 import pytest
-from tinker_equality import BUILT_IN, CASES, compare, tinker_server
+from tinker_equality import BUILT_IN, CASES, compare
 
-
-@pytest.fixture(scope="module", autouse=True)
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    os.environ["TINKER_TELEMETRY"] = "0"
-    with tinker_server(tmp_path_factory.mktemp("tinker")) as address:
-        os.environ["TINKER_BASE_URL"] = address
-        yield address
-        del os.environ["TINKER_BASE_URL"]
+pytestmark = pytest.mark.usefixtures("through_tinker")
 
 
 WAYS = [(name, one_pass) for name in CASES for one_pass in (False, True) if name in BUILT_IN or not one_pass]

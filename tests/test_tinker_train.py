@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,13 +25,7 @@ SMALL = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module", autouse=True)
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    os.environ["TINKER_TELEMETRY"] = "0"
-    with tinker_server(tmp_path_factory.mktemp("tinker")) as address:
-        os.environ["TINKER_BASE_URL"] = address
-        yield address
-        del os.environ["TINKER_BASE_URL"]
+pytestmark = pytest.mark.usefixtures("through_tinker")
 
 
 @pytest.fixture(autouse=True)

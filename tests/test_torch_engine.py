@@ -17,9 +17,10 @@ from contracts.engine_harness import soon, submitted, under_way
 from headrace.engine.base import EvaluationView, Generation, SamplingParams
 from headrace.engine.torch_engine import TorchEngine
 from headrace.errors import ConfigError, EngineError
-from headrace.models.causal import PackedRows, build_causal_model
+from headrace.models.causal import build_causal_model
 from headrace.models.fingerprint import fingerprint
 from headrace.models.logprobs import target_logprobs
+from headrace.models.packed import PackedRows
 
 
 class CountingModel:

@@ -19,7 +19,7 @@ from headrace.checkpoint import is_checkpoint, list_checkpoints, load_checkpoint
 from headrace.config import RunConfig
 from headrace.data.episode import Episode
 from headrace.data.ledger.export import plain
-from headrace.errors import ConfigError, boundary
+from headrace.errors import ConfigError, boundary, first_of
 from headrace.evaluation_file import EvaluationResult, SetResult, set_result, write_evaluation
 from headrace.evaluation_report import Progressing, draw, evaluation_table, show
 from headrace.evaluator import Evaluator, is_right, under
@@ -152,9 +152,7 @@ class _Evaluation:
             with Progressing() as bars:
                 await evaluator.evaluate(manager, self._progress(bars.show), keep, told)
         except BaseExceptionGroup as group:  # of the episodes side by side, the first that ended them all
-            error: BaseException = group
-            while isinstance(error, BaseExceptionGroup):
-                error = error.exceptions[0]
+            error = first_of(group)
             raise error from error.__cause__
         finally:
             if said is not None:

@@ -116,3 +116,10 @@ def is_infrastructure(error: BaseException) -> bool:
     if isinstance(error, (InfrastructureError, ConnectionError, TimeoutError)):
         return True
     return any((kind.__module__.partition(".")[0], kind.__name__) in _OUT_OF_ORDER for kind in type(error).__mro__)
+
+
+def first_of(error: BaseException) -> BaseException:
+    """The exception that ended a TaskGroup; the others of the group were cancelled because of it."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -22,8 +22,8 @@ FREE = (
 """Settings, or whole sections, that say how a run is watched, kept and fed, and not what is learned."""
 
 UNLESS_DETERMINISTIC = (
-    "backend.micro_batch_tokens", "backend.logits_chunk", "backend.gradient_checkpointing", "backend.threads",
-    "engine.threads", "trainer.placement", "trainer.stream", "trainer.release_cache",
+    "backend.micro_batch_tokens", "backend.logits_chunk", "backend.share_prefixes", "backend.gradient_checkpointing",
+    "backend.threads", "engine.threads", "trainer.placement", "trainer.stream", "trainer.release_cache",
 )  # fmt: skip
 """Settings that change results by rounding, which `run.deterministic` does not allow."""
 

@@ -26,7 +26,7 @@ from headrace.callbacks import Callback, CallbackSet, Evaluating, Saving, Tracki
 from headrace.checkpoint import TrainerState, list_checkpoints, load_newest, step_of, with_evaluation
 from headrace.config import RunConfig
 from headrace.data.account import Account
-from headrace.errors import DataError, EngineError
+from headrace.errors import DataError, EngineError, first_of
 from headrace.evaluator import under
 from headrace.handout import HandOut
 from headrace.journal import in_pieces, open_journal
@@ -134,7 +134,7 @@ class UnifiedTrainer:
             with _on_interrupt(self._interrupted), memory.frozen(), watched_loop(self._trackers.message):
                 await self._train()
         except BaseExceptionGroup as group:
-            raise _first_error(group) from None
+            raise first_of(group) from None
 
     async def _train(self) -> None:
         config, notes = self.config, list(self._claim.notes)
@@ -510,11 +510,3 @@ def _on_interrupt(call: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         loop.remove_signal_handler(signal.SIGINT)
-
-
-def _first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The exception that ended a loop; the others were cancelled because of it."""
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

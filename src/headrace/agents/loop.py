@@ -21,7 +21,7 @@ from headrace.data.episode import Episode, FinishReason, TerminationReason, Traj
 from headrace.data.seeds import derive_seed
 from headrace.data.task import Task
 from headrace.engine.base import Generates, SamplingParams
-from headrace.errors import EngineError, LedgerError, PromptTooLongError, WorkflowError, is_infrastructure
+from headrace.errors import EngineError, LedgerError, PromptTooLongError, WorkflowError, first_of, is_infrastructure
 from headrace.judge.base import JudgeError, Judger, Verdict, ends_the_run
 from headrace.judge.router import GuardedJudger
 from headrace.threads import call_anyhow
@@ -167,8 +167,7 @@ class AgentLoopManager:
             again = not (isinstance(error, JudgeError) and error.tried_again)
             if isinstance(error, JudgeError):
                 reason, error = TerminationReason.JUDGE, error.__cause__ or error
-            while isinstance(error, BaseExceptionGroup):  # of a TaskGroup in the workflow
-                error = error.exceptions[0]
+            error = first_of(error)  # of a TaskGroup in the workflow
             if not record.diverged:
                 log.warning("episode of task %s failed: %s", spec.task.id, where_it_failed(error))
             return _failed(spec, model, reason, f"{type(error).__name__}: {error}"), again and is_infrastructure(error)

@@ -11,7 +11,7 @@ from mcp import Client, StdioServerParameters
 from mcp.shared.exceptions import MCPError
 
 from headrace.agents.tools import Tool
-from headrace.errors import ConfigError, InfrastructureError
+from headrace.errors import ConfigError, InfrastructureError, first_of
 
 _START_S = 30.0
 _CALL_S = 120.0
@@ -74,7 +74,7 @@ class _Connection:
                 await self._closing.wait()
         except Exception as error:
             if not ready.done():
-                failure = InfrastructureError(f'MCP server "{self._name}" cannot be reached: {_innermost(error)}')
+                failure = InfrastructureError(f'MCP server "{self._name}" cannot be reached: {first_of(error)}')
                 ready.set_exception(failure)
 
     def _caller(self, name: str) -> Any:
@@ -110,9 +110,3 @@ def _target(name: str, given: Any) -> StdioServerParameters | str:
         )
     env = {**os.environ, **table.get("env", {})}
     return StdioServerParameters(command=command[0], args=list(command[1:]), env=env)
-
-
-def _innermost(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

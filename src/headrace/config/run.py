@@ -62,6 +62,8 @@ class BackendSection(Section):
     """Tokens packed into one forward and backward pass."""
     logits_chunk: int = Field(default=1024, ge=1)
     """Positions whose logits are in memory at once."""
+    share_prefixes: bool = True
+    """Run what rows of a pass begin alike with (a group's prompt, the turns of a conversation) only once."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, a third more time."""
     threads: int = Field(default=0, ge=0)

@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
+
+_BEGINNING = 16  # tokens by which rows are taken to begin alike
 
 
-def cut_by_tokens(lengths: Sequence[int], budget: int, together: int = 1) -> tuple[tuple[int, ...], ...]:
+def cut_by_tokens(rows: Sequence[Sequence[Any]], budget: int, together: int = 1) -> tuple[tuple[int, ...], ...]:
     """Indices of rows in micro-batches of at most `budget` tokens (or one unit that is longer).
 
-    Rows of similar length come together, so that little is padded where padding is needed. A unit of `together`
-    consecutive rows (2 for preference pairs) is never torn apart.
+    Rows that begin alike (a group's, a conversation's) keep their order and come together, so that a model may run the
+    beginning once; beyond that, rows of similar length do, so that little is padded where padding is needed. A unit of
+    `together` consecutive rows (2 for preference pairs) is never torn apart.
     """
-    units = [range(start, start + together) for start in range(0, len(lengths), together)]
-    units.sort(key=lambda unit: (-max(lengths[i] for i in unit), unit.start))
+    families: dict[str, list[range]] = {}
+    for start in range(0, len(rows), together):
+        families.setdefault(str(rows[start][:_BEGINNING]), []).append(range(start, start + together))
+
+    def longest(family: list[range]) -> int:
+        return max(len(rows[i]) for unit in family for i in unit)
+
     batches: list[list[int]] = []
     room = 0
-    for unit in units:
-        size = sum(lengths[i] for i in unit)
-        if size > room:
-            batches.append([])
-            room = budget
-        batches[-1] += unit
-        room -= size
+    for family in sorted(families.values(), key=lambda family: (-longest(family), family[0].start)):
+        for unit in family:
+            size = sum(len(rows[i]) for i in unit)
+            if size > room:
+                batches.append([])
+                room = budget
+            batches[-1] += unit
+            room -= size
     return tuple(tuple(batch) for batch in batches)

@@ -15,7 +15,8 @@ import torch
 from headrace.data.packing import cut_by_tokens
 from headrace.engine.request import Request
 from headrace.engine.sampling import sample_tokens
-from headrace.models.causal import CausalModel, PackedRows
+from headrace.models.causal import CausalModel
+from headrace.models.packed import PackedRows
 
 
 class Lane:
@@ -171,6 +172,6 @@ class Lane:
             request.prefill_version = -1  # rounded otherwise than a prompt alone, so it is not for others to copy
         slots = [slot for slot, r in enumerate(requests, first_slot) if r.cached]
         rows = [(r.prompt + tuple(r.ids))[:-1] for r in requests if r.cached]
-        for indices in cut_by_tokens([len(row) for row in rows], self._prefill_tokens):
+        for indices in cut_by_tokens(rows, self._prefill_tokens):
             chosen = PackedRows.from_rows([rows[i] for i in indices])
             self.model.prefill(self._cache, chosen, [slots[i] for i in indices])

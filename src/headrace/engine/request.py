@@ -6,12 +6,26 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
+
+import numpy as np
 
 from headrace.data.episode import FinishReason
 from headrace.engine.base import Generation, SamplingParams
+from headrace.errors import DataError, EngineError, PromptTooLongError
 
 Detokenize = Callable[[Sequence[int]], str]
+
+
+def checked_ids(ids: Sequence[Any], vocabulary: int) -> tuple[int, ...]:
+    """The ids as plain integers; a bad one must fail its caller here, not everyone whom the engine serves."""
+    for token in ids:
+        if not isinstance(token, (int, np.integer)) or not 0 <= token < vocabulary:
+            raise DataError(
+                f"{token!r} is not a token id of this model, which has 0 to {vocabulary - 1}; "
+                f"was the prompt made with another tokenizer?"
+            )
+    return tuple(int(token) for token in ids)
 
 
 @dataclass(slots=True, eq=False)
@@ -32,6 +46,35 @@ class Request:
     versions: list[int] = field(default_factory=list)
     prefill_version: int = -1
     """Version under which the prompt's part of the cache was computed from the prompt alone; -1 for none."""
+
+    @classmethod
+    def new(
+        cls, prompt: tuple[int, ...], params: SamplingParams, seed: int, max_model_length: int,
+        eos_ids: frozenset[int], detokenize: Detokenize | None,
+    ) -> Self:  # fmt: skip
+        """What an engine with these limits is to do; a prompt that leaves no room is refused."""
+        if not prompt:
+            raise DataError("a prompt must have at least one token; start it with the tokenizer's first token")
+        room = max_model_length - len(prompt)
+        if room < 1:
+            raise PromptTooLongError(
+                f"the prompt has {len(prompt)} tokens, which leaves no room within max_model_length "
+                f"{max_model_length}; shorten it or raise engine.max_model_length"
+            )
+        if params.stop and detokenize is None:
+            raise EngineError(f"stop strings {params.stop} need a tokenizer, and this engine has none")
+        assert params.max_tokens is not None
+        short = room < params.max_tokens
+        return cls(
+            prompt=prompt,
+            params=params,
+            stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_ids),
+            seed=seed,
+            result=Future(),
+            limit=min(room, params.max_tokens),
+            limit_reason=FinishReason.MODEL_LENGTH if short else FinishReason.LENGTH,
+            detokenize=detokenize,
+        )
 
     @property
     def cached(self) -> int:

@@ -16,17 +16,16 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import Any, Literal
 
-import numpy as np
 import torch
 
-from headrace.data.episode import FinishReason
 from headrace.engine.base import DEFAULT_SAMPLING, EngineHealth, Generation, SamplingParams
 from headrace.engine.lane import Lane
-from headrace.engine.request import Detokenize, Request, settle
-from headrace.errors import ConfigError, DataError, EngineError, PromptTooLongError
-from headrace.models.causal import CausalModel, PackedRows
+from headrace.engine.request import Detokenize, Request, checked_ids, settle
+from headrace.errors import ConfigError, DataError, EngineError
+from headrace.models.causal import CausalModel
 from headrace.models.fingerprint import fingerprint
 from headrace.models.logprobs import target_logprobs
+from headrace.models.packed import PackedRows
 
 
 def usable_length(model: CausalModel, wanted: int | None) -> int:
@@ -92,7 +91,7 @@ class TorchEngine:
     async def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams, seed: int, pinned: bool = False
     ) -> Generation:
-        request = self._new_request(self._checked_ids(prompt_ids), params.filled(self._defaults), seed)
+        request = self._new_request(checked_ids(prompt_ids, self._vocabulary), params.filled(self._defaults), seed)
         with self._wake:
             self._check_usable()
             if pinned and self._pinned is not None and self._unpinned is None:
@@ -107,7 +106,7 @@ class TorchEngine:
             raise
 
     async def compute_logprobs(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
-        checked = [self._checked_ids(row) for row in rows]
+        checked = [checked_ids(row, self._vocabulary) for row in rows]
         longest = max(map(len, checked), default=0)
         if longest > self.max_model_length:
             raise DataError(
@@ -171,38 +170,7 @@ class TorchEngine:
     # ---- called from the event loop -------------------------------------------------------------------------------
 
     def _new_request(self, prompt: tuple[int, ...], params: SamplingParams, seed: int) -> Request:
-        if not prompt:
-            raise DataError("a prompt must have at least one token; start it with the tokenizer's first token")
-        room = self.max_model_length - len(prompt)
-        if room < 1:
-            raise PromptTooLongError(
-                f"the prompt has {len(prompt)} tokens, which leaves no room within max_model_length "
-                f"{self.max_model_length}; shorten it or raise engine.max_model_length"
-            )
-        if params.stop and self._detokenize is None:
-            raise EngineError(f"stop strings {params.stop} need a tokenizer, and this engine has none")
-        assert params.max_tokens is not None
-        short = room < params.max_tokens
-        return Request(
-            prompt=prompt,
-            params=params,
-            stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids),
-            seed=seed % 2**64,
-            result=Future(),
-            limit=min(room, params.max_tokens),
-            limit_reason=FinishReason.MODEL_LENGTH if short else FinishReason.LENGTH,
-            detokenize=self._detokenize,
-        )
-
-    def _checked_ids(self, ids: Sequence[int]) -> tuple[int, ...]:
-        """The ids as plain integers; a bad one must fail its caller here, not everyone on the engine's thread."""
-        for token in ids:
-            if not isinstance(token, (int, np.integer)) or not 0 <= token < self._vocabulary:
-                raise DataError(
-                    f"{token!r} is not a token id of this model, which has 0 to {self._vocabulary - 1}; "
-                    f"was the prompt made with another tokenizer?"
-                )
-        return tuple(int(token) for token in ids)
+        return Request.new(prompt, params, seed % 2**64, self.max_model_length, self._eos_ids, self._detokenize)
 
     async def _call(self, function: Callable[[], Any]) -> Any:
         """Run on the engine's thread, between two decoding steps."""

@@ -7,46 +7,12 @@ only where it is needed. `prefill` and `decode` work on slots of a key/value cac
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
-from headrace.errors import DataError
-
-
-@dataclass(frozen=True, slots=True)
-class PackedRows:
-    """Rows of tokens laid end to end: ids and positions over all N tokens, and where each row starts."""
-
-    ids_N: Tensor
-    positions_N: Tensor
-    lengths: tuple[int, ...]
-
-    @classmethod
-    def from_rows(cls, rows: Sequence[Sequence[Any]], device: torch.device | str = "cpu") -> PackedRows:
-        """Pack rows of integer ids; anything else among them cannot be read by a text model."""
-        for row in rows:
-            odd = next((token for token in row if not isinstance(token, int)), None)
-            if odd is not None:
-                raise DataError(f"a text model reads integer token ids, got {type(odd).__name__} {str(odd)[:60]!r}")
-        flat = [token for row in rows for token in row]
-        positions = [position for row in rows for position in range(len(row))]
-        return cls(
-            torch.tensor(flat, dtype=torch.long, device=device),
-            torch.tensor(positions, dtype=torch.long, device=device),
-            tuple(len(row) for row in rows),
-        )
-
-    def padded_index(self) -> tuple[int, int, Tensor | None]:
-        """(rows, longest, index of each token in a right-padded [rows * longest] layout; None if nothing is padded)."""
-        rows, longest = len(self.lengths), max(self.lengths)
-        if min(self.lengths) == longest:
-            return rows, longest, None
-        lengths_R = torch.tensor(self.lengths, device=self.ids_N.device)
-        starts_R = torch.arange(rows, device=self.ids_N.device) * longest
-        return rows, longest, starts_R.repeat_interleave(lengths_R) + self.positions_N
+from headrace.models.linear import FusedLinear
+from headrace.models.packed import PackedRows
 
 
 class SlotCache(Protocol):
@@ -70,11 +36,17 @@ class CausalModel(Protocol):
 
     vocabulary: int
     max_length: int
+    shares_prefixes: bool
+    """Whether rows that begin alike may be packed with what they have in common only once."""
     row_block: int
     """Above 0: decode in products of so many rows, which makes a sequence independent of its neighbours to the bit."""
 
     def hidden(self, rows: PackedRows) -> Tensor:
         """Final hidden states [N, D] of packed rows, with gradients if enabled."""
+        ...
+
+    def whole_head(self) -> FusedLinear | None:
+        """The output head, if its gradient is to be added by `FusedLinear.accumulate`; None: by autograd."""
         ...
 
     def logits(self, hidden_ND: Tensor) -> Tensor:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from headrace.models.causal import PackedRows
 from headrace.models.modules import copy_modules, copy_weights, trained_parameters
+from headrace.models.packed import PackedRows
 
 
 @dataclass(slots=True)
@@ -50,6 +50,16 @@ def _can_be_cut(cache: Any) -> bool:
     return type(cache) is DynamicCache and all(type(layer) is DynamicLayer for layer in cache.layers)
 
 
+def _padded_index(rows: PackedRows) -> tuple[int, int, Tensor | None]:
+    """(rows, longest, index of each token in a right-padded [rows * longest] layout; None if nothing is padded)."""
+    count, longest = len(rows.lengths), max(rows.lengths)
+    if min(rows.lengths) == longest:
+        return count, longest, None
+    lengths_R = torch.tensor(rows.lengths, device=rows.ids_N.device)
+    starts_R = torch.arange(count, device=rows.ids_N.device) * longest
+    return count, longest, starts_R.repeat_interleave(lengths_R) + rows.positions_N
+
+
 class TransformersModel:
     """The model's own forward. Slower than the fast path, and right for every architecture."""
 
@@ -57,6 +67,7 @@ class TransformersModel:
         config = hf_model.config.get_text_config()
         self.vocabulary: int = config.vocab_size
         self.max_length: int = getattr(config, "max_position_embeddings", None) or 1 << 30
+        self.shares_prefixes = False
         self.row_block = 0  # sequences are decoded one by one, which makes them independent in any case
         self._trained = trained_parameters(hf_model)
         # modules of its own: the learner's may be in training mode, where checkpointing drops the cache, or have their
@@ -67,7 +78,7 @@ class TransformersModel:
         self._split_head = self._sampler.head_alone_gives_logits()
 
     def hidden(self, rows: PackedRows) -> Tensor:
-        count, longest, index_N = rows.padded_index()
+        count, longest, index_N = _padded_index(rows)
         if index_N is None:
             return self._forward(rows.ids_N.view(count, longest)).flatten(0, 1)
         ids = rows.ids_N.new_zeros(count * longest).index_copy(0, index_N, rows.ids_N)
@@ -77,6 +88,9 @@ class TransformersModel:
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         return self._learner.head(hidden_ND) if self._split_head else hidden_ND
+
+    def whole_head(self) -> None:
+        return None
 
     @torch.no_grad()
     def decode_logits(self, hidden_BD: Tensor) -> Tensor:

@@ -1,14 +1,13 @@
 """A lean forward for the Llama family (Llama, SmolLM2, Qwen2, Qwen3, Mistral) on the weights of a transformers model.
 
 The parameters stay those of the transformers module, so that the optimizer, peft and saving see an ordinary model.
-Query/key/value and gate/up weights are laid out as views of one buffer each: decoding multiplies by the whole
-buffer, training by the parts, and nothing is ever copied between learner and engine.
+Query/key/value and gate/up weights are laid out as views of one buffer each: sampling and training all weights multiply
+by the whole buffer, training adapters by the parts, and nothing is ever copied between learner and engine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -16,12 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from headrace.models.causal import PackedRows
+from headrace.models import whole
+from headrace.models.linear import FusedLinear
 from headrace.models.modules import copy_weights, trained_parameters
+from headrace.models.packed import Layout, PackedRows
 
 _FAMILY = {"llama", "qwen2", "qwen3", "mistral"}
 _STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
 _LENGTH_GRAIN, _SLOT_GRAIN = 64, 16
+_WIDE = {torch.float32, torch.float64}
 
 
 def covers(hf_model: Any) -> bool:
@@ -42,78 +44,7 @@ def _unwrap(hf_model: Any) -> Any:
     return hf_model.get_base_model() if hasattr(hf_model, "peft_config") else hf_model
 
 
-class FusedLinear:
-    """Several linear layers that read the same input; one output each."""
-
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
-        self._layers = tuple(layers)
-        plain: list[Any] = [getattr(layer, "base_layer", layer) for layer in layers]
-        self._plain = plain
-        self.sizes = [layer.out_features for layer in plain]
-        self.weight = _share(plain, "weight")
-        self.bias = _share(plain, "bias") if plain[0].bias is not None else None
-        self._adapted: list[tuple[int, Any]] = [
-            (i, layer) for i, layer in enumerate(layers) if hasattr(layer, "lora_A")
-        ]
-
-    def apart(self, x_ND: Tensor) -> list[Tensor]:
-        """The layers one by one: gradients reach each parameter, and adapters obey peft's switches."""
-        return [layer(x_ND) for layer in self._layers]
-
-    def fused(self, x_ND: Tensor, row_block: int = 0) -> list[Tensor]:
-        """One product, without gradients; adapters are on, whatever the learner has switched off for itself."""
-        whole = linear_by_blocks(x_ND, self.weight, self.bias, row_block)
-        parts = [whole] if len(self.sizes) == 1 else list(whole.split(self.sizes, dim=-1))
-        for index, layer in self._adapted:
-            for name in layer.active_adapters:
-                down, up = layer.lora_A[name].weight, layer.lora_B[name].weight
-                low = linear_by_blocks(x_ND.to(down.dtype), down, None, row_block)  # peft keeps adapters in float32
-                parts[index] += layer.scaling[name] * linear_by_blocks(low, up, None, row_block)
-        return parts
-
-    def read_for(self) -> dict[nn.Parameter, Tensor]:
-        """The part of the shared buffers that `fused` reads for each parameter."""
-        found = dict(zip((layer.weight for layer in self._plain), self.weight.split(self.sizes), strict=True))
-        if self.bias is not None:
-            found |= zip((layer.bias for layer in self._plain), self.bias.split(self.sizes), strict=True)
-        return found
-
-
 Apply = Callable[[FusedLinear, Tensor], list[Tensor]]
-
-
-def linear_by_blocks(x_ND: Tensor, weight: Tensor, bias: Tensor | None, block: int) -> Tensor:
-    """A linear layer as products of exactly `block` rows each (0: one product of all rows).
-
-    A matrix product rounds differently for different numbers of rows, but a row's result does not depend on its
-    neighbours within a product of fixed shape.
-    """
-    if not block or x_ND.shape[0] == block:
-        return F.linear(x_ND, weight, bias)
-    return torch.cat([F.linear(part, weight, bias) for part in x_ND.split(block)])
-
-
-def _share(layers: Sequence[Any], name: str) -> Tensor:
-    """One buffer that holds the layers' tensors end to end, with the parameters turned into views of it."""
-    parts = [getattr(layer, name).data for layer in layers]
-    if len(parts) == 1 or _end_to_end(parts):  # laid out by an earlier call
-        rows = sum(part.shape[0] for part in parts)
-        return parts[0].as_strided((rows, *parts[0].shape[1:]), parts[0].stride())
-    buffer = torch.cat(parts)
-    start = 0
-    for layer in layers:
-        parameter = getattr(layer, name)
-        parameter.data = buffer[start : start + parameter.shape[0]]
-        start += parameter.shape[0]
-    return buffer
-
-
-def _end_to_end(parts: Sequence[Tensor]) -> bool:
-    return all(
-        one.untyped_storage().data_ptr() == two.untyped_storage().data_ptr()
-        and one.storage_offset() + one.numel() == two.storage_offset()
-        for one, two in pairwise(parts)
-    )
 
 
 class _Layer:
@@ -190,6 +121,7 @@ class LlamaCache:
         self.keys, self.values = [], []
 
 
+_Angles = tuple[Tensor, Tensor]
 _Span = tuple[Any, int, Tensor | None]
 """Slots that attend together, over how many positions, and their mask."""
 
@@ -204,6 +136,7 @@ class LlamaModel:
         self.vocabulary: int = config.vocab_size
         self.max_length: int = config.max_position_embeddings
         self.gradient_checkpointing = False
+        self.shares_prefixes = True
         self.row_block = 0  # above 0: a sequence's decoding does not depend, to the bit, on what else is decoded
         self._heads: int = config.num_attention_heads
         self._kv_heads: int = config.num_key_value_heads
@@ -214,9 +147,14 @@ class LlamaModel:
         self._rotary = base.model.rotary_emb
         self._layers = [_Layer(module) for module in base.model.layers]
         self._angles_Pd = (torch.empty(0), torch.empty(0))
+        self._own_parameters = list(base.parameters())
+        self._plain = base is hf_model and self._embedding.weight.dtype in _WIDE
 
     def hidden(self, rows: PackedRows) -> Tensor:
         return _rms_norm(self._run(rows), self._norm)
+
+    def whole_head(self) -> FusedLinear | None:
+        return self._head if self._as_a_whole() else None
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         return self._head.apart(hidden_ND)[0]
@@ -276,29 +214,45 @@ class LlamaModel:
 
         With `keep`, a sampler's prefill: hands over keys and values and stops once the last are known.
         """
-        cos_N1d, sin_N1d = self._angles(rows.positions_N, max(rows.lengths))
-        padding = rows.padded_index()
-        x = self._embedding(rows.ids_N)
+        angles = self._angles(rows.positions_N, max(rows.lengths))
+        as_a_whole = keep is None and self._as_a_whole()
+        block = self._whole_block if as_a_whole else self._block
+        x = whole.embed(self._embedding, rows.ids_N) if as_a_whole else self._embedding(rows.ids_N)
         for index, layer in enumerate(self._layers):
             if keep is not None and index == len(self._layers) - 1:
-                _, k, v = self._project(layer, x, cos_N1d, sin_N1d, FusedLinear.fused)
+                _, k, v = self._project(layer, x, *angles, FusedLinear.fused)
                 keep(index, k, v)
                 break
             if self.gradient_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(self._block, index, x, cos_N1d, sin_N1d, padding, None, use_reentrant=False)
+                x = checkpoint(block, index, x, angles, rows.layout, None, use_reentrant=False)
                 assert isinstance(x, Tensor)
             else:
-                x = self._block(index, x, cos_N1d, sin_N1d, padding, keep)
+                x = block(index, x, angles, rows.layout, keep)
         return x
 
-    def _block(self, index: int, x: Tensor, cos: Tensor, sin: Tensor, padding: Any, keep: Any) -> Tensor:
+    def _as_a_whole(self) -> bool:
+        """Whether the layers with backward passes of their own serve: there are no adapters, and nothing is frozen."""
+        trained = all(p.requires_grad for p in self._own_parameters)
+        return self._plain and (trained or not torch.is_grad_enabled())
+
+    def _block(self, index: int, x: Tensor, angles: _Angles, layout: Layout, keep: Any) -> Tensor:
         layer = self._layers[index]
         apply = FusedLinear.apart if keep is None else FusedLinear.fused
-        q, k, v = self._project(layer, x, cos, sin, apply)
+        q, k, v = self._project(layer, x, *angles, apply)
         if keep is not None:
             keep(index, k, v)
-        x = x + apply(layer.out, self._attend(q, k, v, padding))[0]
+        x = x + apply(layer.out, self._attend(torch.cat((q, k, v), dim=1), layout))[0]
         return _feed_forward(layer, x, apply)
+
+    def _whole_block(self, index: int, x: Tensor, angles: _Angles, layout: Layout, _: Any) -> Tensor:
+        layer = self._layers[index]
+        qkv_NHd = whole.normed_linear(x, layer.norm_1, layer.qkv).unflatten(-1, (-1, self._dim))
+        q, k, v = qkv_NHd.split((self._heads, self._kv_heads, self._kv_heads), dim=1)
+        if layer.q_norm is not None:
+            q, k = _rms_norm(q, layer.q_norm), _rms_norm(k, layer.k_norm)
+        rotated = torch.cat((whole.rotate(q, *angles), whole.rotate(k, *angles), v), dim=1)
+        x = whole.linear_added(x, self._attend(rotated, layout), layer.out)
+        return whole.feed_forward(x, layer.norm_2, layer.gate_up, layer.down)
 
     def _fused(self, linear: FusedLinear, x_ND: Tensor) -> list[Tensor]:
         return linear.fused(x_ND, self.row_block)
@@ -313,18 +267,15 @@ class LlamaModel:
             q, k = _rms_norm(q, layer.q_norm), _rms_norm(k, layer.k_norm)
         return _rotate(q, cos, sin), _rotate(k, cos, sin), v
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, padding: tuple[int, int, Tensor | None]) -> Tensor:
-        rows, longest, index_N = padding
-
-        def spread(x_NHd: Tensor) -> Tensor:
-            if index_N is not None:
-                x_NHd = x_NHd.new_zeros((rows * longest, *x_NHd.shape[1:])).index_copy(0, index_N, x_NHd)
-            return x_NHd.unflatten(0, (rows, longest)).transpose(1, 2)
-
-        # right padding comes after every real query, so causality alone keeps rows and padding apart
-        mixed = F.scaled_dot_product_attention(spread(q), spread(k), spread(v), is_causal=True, enable_gqa=True)
-        flat = mixed.transpose(1, 2).reshape(rows * longest, -1)
-        return flat if index_N is None else flat.index_select(0, index_N)
+    def _attend(self, qkv_NHd: Tensor, layout: Layout) -> Tensor:
+        """Rotated queries and keys, and values, stacked along the heads; what each token's row lets it see."""
+        heads = (self._heads, self._kv_heads, self._kv_heads)
+        mixed = []
+        for part_RLHd in layout.by_bin(whole.spread(qkv_NHd, layout)):
+            q, k, v = (x.transpose(1, 2) for x in part_RLHd.split(heads, dim=2))
+            out_RHLd = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            mixed.append(out_RHLd.transpose(1, 2).flatten(2).flatten(0, 1))
+        return whole.collect(mixed[0] if len(mixed) == 1 else torch.cat(mixed), layout)
 
     def _angles(self, positions_N: Tensor, longest: int) -> tuple[Tensor, Tensor]:
         cos_Pd, sin_Pd = self._angles_Pd

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from headrace.models import whole
 from headrace.models.causal import CausalModel
 
 
@@ -22,9 +23,12 @@ def target_logprobs(
     With gradients, a chunk's logits are computed again in the backward pass instead of being kept, so that memory
     does not grow with vocabulary x length.
     """
+    head = None if entropy_gradient else model.whole_head()
     recompute = torch.is_grad_enabled() and hidden_MD.shape[0] > chunk
 
     def one_chunk(hidden: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
+        if head is not None:
+            return whole.chosen_logprobs(hidden, head, targets, temperatures)
         logits_CV = model.logits(hidden)
         logprobs_CV = torch.log_softmax(logits_CV.to(wide_dtype(logits_CV.dtype)) / temperatures[:, None], dim=-1)
         chosen = logprobs_CV.gather(1, targets[:, None]).squeeze(1)

@@ -36,8 +36,8 @@ def pack(
     cuts: list[tuple[int, ...]] = []
     for _, run in groupby(range(len(samples)), lambda i: samples[i].group_id if groups_apart else 0):
         rows = list(run)
-        lengths = [len(samples[i].tokens) for i in rows]
-        cuts += [tuple(rows[i] for i in cut) for cut in cut_by_tokens(lengths, micro_batch_tokens, together)]
+        tokens = [samples[i].tokens for i in rows]
+        cuts += [tuple(rows[i] for i in cut) for cut in cut_by_tokens(tokens, micro_batch_tokens, together)]
     return TrainBatch(tuple(samples), weights, tuple(cuts), len(samples) // together)
 
 

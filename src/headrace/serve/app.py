@@ -16,6 +16,7 @@ from starlette.routing import Route
 from tinker import types
 
 from headrace.errors import HeadraceError
+from headrace.listening import read_body
 from headrace.serve.catalogue import Catalogue
 from headrace.serve.checks import digest
 from headrace.serve.options import Refusal
@@ -107,16 +108,11 @@ class Routes:
             raise Refusal("the API key is not this server's; set TINKER_API_KEY to what --api-key says", status=401)
 
     async def _body(self, request: Request) -> bytes:
-        most, size, raw = int(self._service.options.max_body_mb * 2**20), 0, bytearray()
-        async for piece in request.stream():
-            size += len(piece)
-            if size <= most:
-                raw += piece
-            elif size > 8 * most:
-                break  # up to here it is read and thrown away: a client that is still sending hears no answer
-        if size > most:
+        most = int(self._service.options.max_body_mb * 2**20)
+        body = await read_body(request.stream(), most)
+        if body is None:
             raise Refusal(f"the body is larger than {most >> 20} MB; raise --max-body-mb", status=413)
-        return bytes(raw)
+        return body
 
     async def _forward_backward(self, request: Request, raw: bytes) -> Any:
         if request.headers.get("content-encoding"):

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 import uvicorn
 
-from headrace.errors import ConfigError
+from headrace.listening import listen
 from headrace.serve.app import Routes
 from headrace.serve.options import ServeOptions
 from headrace.serve.service import Service
@@ -120,7 +120,7 @@ def url_of(options: ServeOptions, listening: socket.socket) -> str:
 
 def start_lines(options: ServeOptions, url: str, service: Service) -> list[str]:
     """What people need to know to use the server."""
-    key = "what --api-key says" if options.api_key else "tml-local"
+    key = "..." if options.api_key else "tml-local"  # a key does not belong on the screen
     return [
         f'serving "{service.base.name}" at {url}; checkpoints in {options.folder.resolve()}; Ctrl-C ends',
         f"clients need TINKER_BASE_URL={url} TINKER_API_KEY={key} TINKER_TELEMETRY=0",
@@ -128,13 +128,4 @@ def start_lines(options: ServeOptions, url: str, service: Service) -> list[str]:
 
 
 def _listen(options: ServeOptions) -> socket.socket:
-    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    try:
-        listening = socket.create_server((options.host, options.port), family=family, backlog=4096)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen at {options.host}, port {options.port}: {error}; change --host or --port (0: a free one)"
-        ) from error
-    # head and body are two packets, and the second would wait 40 ms for the first to be acknowledged
-    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return listening
+    return listen(options.host, options.port, "the server", "change --host or --port")

@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from headrace.data.episode import FinishReason
 from headrace.engine.base import DEFAULT_SAMPLING, Generation, SamplingParams
 from headrace.engine.lane import Lane
 from headrace.engine.request import Request, settle
-from headrace.errors import EngineError
-from headrace.models.causal import CausalModel, PackedRows
+from headrace.errors import DataError, EngineError, PromptTooLongError
+from headrace.models.causal import CausalModel
 from headrace.models.logprobs import wide_dtype
+from headrace.models.packed import PackedRows
 from headrace.serve.base import Base
 from headrace.serve.options import Refusal, ServeOptions
 
@@ -121,20 +121,11 @@ class SamplerPool:
             self._wake.notify()
 
     def _new_request(self, prompt: tuple[int, ...], params: SamplingParams, seed: int) -> Request:
-        room = self._base.max_length - len(prompt)
-        if room < 1:
-            raise Refusal(f"the prompt has {len(prompt)} tokens, which leaves no room within {self._base.max_length}")
-        assert params.max_tokens is not None
-        return Request(
-            prompt=prompt,
-            params=params,
-            stop_ids=frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else self._base.eos_ids),
-            seed=seed % 2**64,
-            result=Future(),
-            limit=min(room, params.max_tokens),
-            limit_reason=FinishReason.LENGTH,
-            detokenize=self._base.detokenize,
-        )
+        base = self._base
+        try:
+            return Request.new(prompt, params, seed % 2**64, base.max_length, frozenset(base.eos_ids), base.detokenize)
+        except (DataError, PromptTooLongError) as error:
+            raise Refusal(str(error)) from None
 
     # ---- the sampling thread --------------------------------------------------------------------------------------
 

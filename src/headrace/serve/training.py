@@ -13,8 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from headrace.data.packing import cut_by_tokens
 from headrace.errors import BackendError, DivergedError
-from headrace.models.causal import CausalModel, PackedRows
+from headrace.models.causal import CausalModel
 from headrace.models.logprobs import wide_dtype
+from headrace.models.packed import PackedRows
 from headrace.serve.base import Adapted
 from headrace.serve.losses import Row, loss_of
 from headrace.serve.options import Refusal
@@ -93,7 +94,7 @@ class TrainedModel:
     def _run(self, loss: str, rows: Sequence[Row], forward_only: bool) -> tuple[list[np.ndarray], float]:
         found: list[np.ndarray] = [np.empty(0)] * len(rows)
         total = 0.0
-        for indices in cut_by_tokens([len(row.tokens) for row in rows], self._budget):
+        for indices in cut_by_tokens([row.tokens for row in rows], self._budget):
             chosen = [rows[i] for i in indices]
             parts = _logprobs(self.adapted.model, chosen)
             losses = torch.stack([loss_of(loss, row, part) for row, part in zip(chosen, parts, strict=True)])
@@ -118,7 +119,8 @@ def _logprobs(model: CausalModel, rows: Sequence[Row]) -> list[Tensor]:
     widest = max(row.targets_NK.shape[1] for row in rows)
     padded = [np.pad(row.targets_NK, ((0, 0), (0, widest - row.targets_NK.shape[1]))) for row in rows]
     targets_MK = torch.from_numpy(np.concatenate(padded))
-    hidden_MD = model.hidden(PackedRows.from_rows([row.tokens for row in rows]))
+    packed = PackedRows.from_rows([row.tokens for row in rows], model.shares_prefixes)
+    hidden_MD = model.hidden(packed)[packed.where_T]
 
     def one_chunk(hidden: Tensor, targets: Tensor) -> Tensor:
         logits = model.logits(hidden)

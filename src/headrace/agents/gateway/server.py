@@ -33,6 +33,7 @@ from headrace.agents.gateway.stream import EventStream
 from headrace.agents.gateway.wire import Call, Dialect, Fields, Identity, Refusal, Reply, openai_error, parse_json
 from headrace.config import GatewaySection
 from headrace.errors import ConfigError, HeadraceError
+from headrace.listening import listen, read_body
 
 log = logging.getLogger("headrace")
 
@@ -228,15 +229,9 @@ class Gateway:
         return session
 
     async def _body(self, request: Request) -> bytes:
-        most, size, raw = int(self._settings.max_body_mb * 2**20), 0, bytearray()
-        async for piece in request.stream():
-            size += len(piece)
-            if size <= most:
-                raw += piece
-            elif size > 8 * most:
-                break  # up to here it is read and thrown away: a client that is still sending hears no answer
-        if size <= most:
-            return bytes(raw)
+        body = await read_body(request.stream(), int(self._settings.max_body_mb * 2**20))
+        if body is not None:
+            return body
         limit = self._settings.max_body_mb
         raise Refusal(413, f"the body is larger than {limit:g} MB; raise gateway.max_body_mb", "too_large")
 
@@ -302,17 +297,7 @@ def _token(settings: GatewaySection) -> str:
 
 
 def _listen(settings: GatewaySection) -> socket.socket:
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    try:
-        listening = socket.create_server((settings.host, settings.port), family=family, backlog=4096)
-    except OSError as error:
-        raise ConfigError(
-            f"the gateway cannot listen at {settings.host}, port {settings.port}: {error}; "
-            "change gateway.host or gateway.port (0 takes a free one)"
-        ) from error
-    # head and body are two packets, and the second would wait 40 ms for the first to be acknowledged
-    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return listening
+    return listen(settings.host, settings.port, "the gateway", "change gateway.host or gateway.port")
 
 
 def _identity(request: Request, raw: bytes) -> Identity:

@@ -44,11 +44,12 @@ from headrace.engine.torch_engine import TorchEngine
 from headrace.errors import BackendError, ConfigError
 from headrace.metrics import MetricsAggregator
 from headrace.models.catalog import resolve_model
-from headrace.models.causal import PackedRows, build_causal_model
+from headrace.models.causal import build_causal_model
 from headrace.models.fingerprint import fingerprint
 from headrace.models.load import load_model, load_tokenizer
 from headrace.models.logprobs import target_logprobs, wide_dtype
 from headrace.models.modules import lay_end_to_end, trained_parameters
+from headrace.models.packed import PackedRows
 from headrace.registry import names, nearest
 
 T = TypeVar("T")
@@ -71,6 +72,7 @@ class LocalBackend:
             lay_end_to_end(self.hf_model)  # publications copy all of it
         self.model = build_causal_model(self.hf_model, config.model.fast_path)
         self.model.row_block = _ROW_BLOCK if config.run.deterministic else 0
+        self.model.shares_prefixes &= config.backend.share_prefixes
         if config.backend.gradient_checkpointing:
             self._checkpoint_gradients()
         self.value_head = self._new_value_head() if config.algorithm.value_head else None
@@ -153,9 +155,10 @@ class LocalBackend:
         metrics = MetricsAggregator()
         found: list[tuple[float, ...]] = [()] * len(batch.samples)
         require_trainable(algorithm, batch)
+        share = self.model.shares_prefixes
         for indices in batch.micro_batches:
             samples = [batch.samples[i] for i in indices]
-            tokens = TokenTensors(samples, [batch.weights[i] for i in indices], self._loss_dtype)
+            tokens = TokenTensors(samples, [batch.weights[i] for i in indices], self._loss_dtype, share)
             hidden_MD = self.model.hidden(tokens.rows).index_select(0, tokens.where_M)
             logprobs_M, entropy_M = self._head(hidden_MD, tokens, bool(algorithm.entropy_coef))
             context = loss_context(tokens, logprobs_M, algorithm, self._config.dpo.beta)
@@ -191,8 +194,9 @@ class LocalBackend:
         found: list[list[float]] = [[] for _ in batch.samples]
         for indices in batch.micro_batches:
             rows = [batch.samples[i].tokens[:-1] for i in indices]
-            values_N = self._values(self.model.hidden(PackedRows.from_rows(rows)))
-            for index, part in zip(indices, values_N.split([len(row) for row in rows]), strict=True):
+            packed = PackedRows.from_rows(rows, self.model.shares_prefixes)
+            values_T = self._values(self.model.hidden(packed))[packed.where_T]
+            for index, part in zip(indices, values_T.split(packed.lengths), strict=True):
                 found[index] = part.tolist()
         return found
 

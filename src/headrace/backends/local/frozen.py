@@ -9,9 +9,10 @@ from torch import Tensor
 
 from headrace.config import ModelSection
 from headrace.errors import ConfigError
-from headrace.models.causal import CausalModel, PackedRows, build_causal_model
+from headrace.models.causal import CausalModel, build_causal_model
 from headrace.models.load import load_model, load_tokenizer
 from headrace.models.logprobs import target_logprobs, wide_dtype
+from headrace.models.packed import PackedRows
 
 
 @torch.no_grad()
@@ -27,12 +28,13 @@ def score_rows(
     for indices in micro_batches:
         chosen = [rows[i] for i in indices]
         counts = [len(row) - 1 for row in chosen]
-        hidden_N = model.hidden(PackedRows.from_rows([row[:-1] for row in chosen]))
-        targets_N = torch.tensor([token for row in chosen for token in row[1:]])
-        heat_R = torch.tensor([temperatures[i] for i in indices], dtype=wide_dtype(hidden_N.dtype))
-        heat_N = heat_R.repeat_interleave(torch.tensor(counts))
-        logprobs_N, _ = target_logprobs(model, hidden_N, targets_N, heat_N, chunk)
-        for index, part in zip(indices, logprobs_N.split(counts), strict=True):
+        packed = PackedRows.from_rows([row[:-1] for row in chosen], model.shares_prefixes)
+        hidden_TD = model.hidden(packed)[packed.where_T]
+        targets_T = torch.tensor([token for row in chosen for token in row[1:]])
+        heat_R = torch.tensor([temperatures[i] for i in indices], dtype=wide_dtype(hidden_TD.dtype))
+        heat_T = heat_R.repeat_interleave(torch.tensor(counts))
+        logprobs_T, _ = target_logprobs(model, hidden_TD, targets_T, heat_T, chunk)
+        for index, part in zip(indices, logprobs_T.split(counts), strict=True):
             found[index] = part.tolist()
     return found
 

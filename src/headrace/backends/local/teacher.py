@@ -38,7 +38,7 @@ class Teacher(FrozenModel):
         rows = [prompt + reply for prompt, reply in split]
         self._require_readable(rows)
         budget, chunk = self._limits
-        cuts = cut_by_tokens([len(row) for row in rows], budget)
+        cuts = cut_by_tokens(rows, budget)
         scores = score_rows(self.model, rows, [step.temperature for step in steps], cuts, chunk)
         replies = [score[len(prompt) - 1 :] for score, (prompt, _) in zip(scores, split, strict=True)]
         if self._same_tokens:

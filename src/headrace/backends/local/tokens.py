@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headrace.data.sample import NO_VERSION, Sample
-from headrace.models.causal import PackedRows
+from headrace.models.packed import PackedRows
 
 
 class TokenTensors:
@@ -19,13 +19,16 @@ class TokenTensors:
     return, for the value head to learn.
     """
 
-    def __init__(self, samples: Sequence[Sample], weights: Sequence[float], dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, samples: Sequence[Sample], weights: Sequence[float], dtype: torch.dtype = torch.float32,
+        share: bool = False,
+    ) -> None:  # fmt: skip
         self._dtype = dtype
-        self.rows = PackedRows.from_rows([sample.tokens[:-1] for sample in samples])
+        self.rows = PackedRows.from_rows([sample.tokens[:-1] for sample in samples], share)
         self._masks = [torch.tensor(sample.loss_mask, dtype=torch.bool) for sample in samples]
         self.counts = [int(mask.sum()) for mask in self._masks]
         counts = torch.tensor(self.counts)
-        self.where_M = torch.cat(self._masks).nonzero().squeeze(1)
+        self.where_M = self.rows.where_T[torch.cat(self._masks)]
         self.targets_M = self.select([sample.tokens[1:] for sample in samples], torch.long)
         self.sampler_M = self.select([sample.logprobs for sample in samples])
         self.advantages_M = self.select([sample.advantages for sample in samples])

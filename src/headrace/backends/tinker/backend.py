@@ -195,8 +195,7 @@ class TinkerBackend:
     def _unsent(self, rows: Sequence[RowGradient], scale: float) -> list[list[types.Datum]]:
         """What the service does not have yet of the step's gradient, in requests of a bounded size."""
         left = [row for row in rows if row.sent != scale]
-        lengths = [len(row.sample.tokens) for row in left]
-        cuts = cut_by_tokens(lengths, self._config.backend.micro_batch_tokens)
+        cuts = cut_by_tokens([row.sample.tokens for row in left], self._config.backend.micro_batch_tokens)
         return [[left[i].datum(scale) for i in cut] for cut in cuts]
 
     # ---- weights --------------------------------------------------------------------------------------------------

@@ -11,12 +11,11 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import InvalidStateError
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import tinker
 from tinker import types
 
@@ -25,8 +24,8 @@ from headrace.backends.tinker.service import calling
 from headrace.data.episode import FinishReason
 from headrace.data.seeds import derive_seed
 from headrace.engine.base import DEFAULT_SAMPLING, EngineHealth, Generation, SamplingParams
-from headrace.engine.request import Detokenize, Request, settle
-from headrace.errors import DataError, EngineError, PromptTooLongError
+from headrace.engine.request import Detokenize, Request, checked_ids, settle
+from headrace.errors import DataError, EngineError
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +97,7 @@ class TinkerEngine:
     async def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams, seed: int, pinned: bool = False
     ) -> Generation:
-        request = self._new_request(self._checked_ids(prompt_ids), params.filled(self._defaults), seed)
+        request = self._new_request(checked_ids(prompt_ids, self._vocabulary), params.filled(self._defaults), seed)
         self._check_usable()
         if pinned and self._pinned is not None and not self._unpinning:
             lane = self._pinned
@@ -115,7 +114,7 @@ class TinkerEngine:
             raise
 
     async def compute_logprobs(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
-        checked = [self._checked_ids(row) for row in rows]
+        checked = [checked_ids(row, self._vocabulary) for row in rows]
         longest = max(map(len, checked), default=0)
         if longest > self.max_model_length:
             raise DataError(
@@ -199,35 +198,7 @@ class TinkerEngine:
     # ---- one request ----------------------------------------------------------------------------------------------
 
     def _new_request(self, prompt: tuple[int, ...], params: SamplingParams, seed: int) -> Request:
-        if not prompt:
-            raise DataError("a prompt must have at least one token; start it with the tokenizer's first token")
-        room = self.max_model_length - len(prompt)
-        if room < 1:
-            raise PromptTooLongError(
-                f"the prompt has {len(prompt)} tokens, which leaves no room within max_model_length "
-                f"{self.max_model_length}; shorten it or raise engine.max_model_length"
-            )
-        assert params.max_tokens is not None
-        short = room < params.max_tokens
-        return Request(
-            prompt=prompt,
-            params=params,
-            stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids),
-            seed=seed,
-            result=Future(),
-            limit=room if short else params.max_tokens,
-            limit_reason=FinishReason.MODEL_LENGTH if short else FinishReason.LENGTH,
-            detokenize=self._detokenize,
-        )
-
-    def _checked_ids(self, ids: Sequence[Any]) -> tuple[int, ...]:
-        for token in ids:
-            if not isinstance(token, (int, np.integer)) or not 0 <= token < self._vocabulary:
-                raise DataError(
-                    f"{token!r} is not a token id of this model, which has 0 to {self._vocabulary - 1}; "
-                    f"was the prompt made with another tokenizer?"
-                )
-        return tuple(int(token) for token in ids)
+        return Request.new(prompt, params, seed, self.max_model_length, self._eos_ids, self._detokenize)
 
     async def _work(self, lane: _Lane, request: Request) -> None:
         """Ask for tokens until the reply has ended."""

@@ -21,6 +21,7 @@ from headrace.registry import nearest
 
 T = TypeVar("T")
 _ANSWER_S = 10.0
+_GONE = "; if the server was started again, the same command goes on with the run from its newest checkpoint"
 _NO_KEY = "tml-none"  # the SDK sends no request without one; a service on this machine may not ask for it
 
 
@@ -149,4 +150,5 @@ def calling(doing: str, where: str = "", error: type[HeadraceError] = BackendErr
         request = getattr(cause, "request_id", None)
         at = f" of {where}" if where else ""
         at += f", request {request}" if request else ""
-        raise error(f"Tinker: {doing}{at} failed: {type(cause).__name__}: {cause}") from cause
+        gone = _GONE if getattr(cause, "status_code", None) == 404 or "Error code: 404" in str(cause) else ""
+        raise error(f"Tinker: {doing}{at} failed: {type(cause).__name__}: {cause}{gone}") from cause

@@ -1,0 +1,187 @@
+"""TRL's side of vs_trl.py, which starts this file in TRL's own environment. Nothing of Headrace is imported here."""
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+NO_TOKEN = -1
+
+
+@dataclass(frozen=True)
+class Work:
+    """What both sides do: `steps` updates, each on the next `prompts_per_step` prompts."""
+
+    model: str
+    """A folder in Hugging Face format."""
+    prompts: list[str]
+    prompt_ids: list[list[int]]
+    """What the texts are to either side's tokenizer: both check."""
+    steps: int
+    prompts_per_step: int = 4
+    group_size: int = 8
+    new_tokens: int = 64
+    learning_rate: float = 1e-6
+    threads: int = 2
+    seed: int = 0
+    gradient_checkpointing: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Completions of one step."""
+        return self.prompts_per_step * self.group_size
+
+
+@dataclass
+class Figures:
+    """What one process came to; the lists have an entry per step."""
+
+    step_s: list[float] = field(default_factory=list)
+    generate_s: list[float] = field(default_factory=list)
+    """Everything that is not training: sampling and scoring."""
+    generated_tokens: list[int] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    peak_mb: float = 0.0
+    notes: dict[str, Any] = field(default_factory=dict)
+
+
+def distinct_share(ids: Sequence[int]) -> float:
+    """The reward on both sides: cheap, and rarely equal within a group."""
+    return len(set(ids)) / len(ids)
+
+
+def peak_mb() -> float:
+    """The most memory that this process ever had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """`distinct_share` as TRL calls it."""
+    return [distinct_share(ids) for ids in completion_ids]
+
+
+def settings(work: Work, place: Path) -> Any:
+    """The same algorithm as Headrace's side, and nothing that costs TRL time: no logging, saving or checkpointing."""
+    from trl import GRPOConfig
+
+    return GRPOConfig(
+        output_dir=str(place),
+        max_steps=work.steps,
+        per_device_train_batch_size=work.rows,
+        gradient_accumulation_steps=1,
+        steps_per_generation=1,
+        num_generations=work.group_size,
+        max_completion_length=work.new_tokens,
+        generation_kwargs={"eos_token_id": NO_TOKEN},
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        beta=0.0,
+        num_iterations=1,
+        learning_rate=work.learning_rate,
+        lr_scheduler_type="constant",
+        optim="adamw_torch_fused",
+        adam_beta2=0.95,
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        gradient_checkpointing=work.gradient_checkpointing,
+        model_init_kwargs={"dtype": "float32"},
+        bf16=False,
+        use_cpu=True,
+        shuffle_dataset=False,
+        dataloader_num_workers=0,
+        report_to="none",
+        logging_strategy="no",
+        save_strategy="no",
+        disable_tqdm=True,
+        seed=work.seed,
+    )
+
+
+def measured(trainer: Any, work: Work, figures: Figures) -> None:
+    """Time the trainer's steps, and in them what comes before training; check that no token is missing."""
+    from transformers import TrainerCallback
+
+    generate = trainer._generate_and_score_completions
+
+    def timed(inputs: Any) -> Any:
+        began = time.perf_counter()
+        batch = generate(inputs)
+        figures.generate_s.append(time.perf_counter() - began)
+        mask = batch["completion_mask"]
+        if tuple(mask.shape) != (work.rows, work.new_tokens) or not bool(mask.all()):
+            raise SystemExit(f"TRL was to train {work.rows} x {work.new_tokens} tokens, and has {mask.sum(1).tolist()}")
+        if not bool(batch["advantages"].any()):
+            raise SystemExit("all of TRL's advantages are 0, so that it has nothing to learn")
+        figures.generated_tokens.append(int(mask.sum()))
+        figures.rewards.append(sum(reward(batch["completion_ids"].tolist())) / work.rows)
+        return batch
+
+    class Clock(TrainerCallback):
+        """A step lasts from the end of the one before, so that nothing is left out between two."""
+
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            self.began = time.perf_counter()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            now = time.perf_counter()
+            figures.step_s.append(now - self.began)
+            self.began = now
+
+    trainer._generate_and_score_completions = timed
+    trainer.add_callback(Clock())
+
+
+def train(work: Work, place: Path) -> Figures:
+    """Train with GRPOTrainer."""
+    import torch
+    import transformers
+    import trl
+    from datasets import Dataset
+
+    torch.set_num_threads(work.threads)
+    trainer = trl.GRPOTrainer(
+        model=work.model,
+        reward_funcs=reward,
+        args=settings(work, place),
+        train_dataset=Dataset.from_dict({"prompt": work.prompts}),
+    )
+    if trainer.processing_class(text=work.prompts)["input_ids"] != work.prompt_ids:
+        raise SystemExit("TRL's tokenizer makes other ids of the prompts than Headrace's")
+    trainer.eos_token_ids = [NO_TOKEN]  # or what follows an end of sequence would not be trained
+    figures = Figures()
+    measured(trainer, work, figures)
+    trainer.train()
+    figures.peak_mb = peak_mb()
+    checkpointing = trl.GRPOConfig.__dataclass_fields__["gradient_checkpointing"].default
+    figures.notes = {
+        "trl": trl.__version__,
+        "transformers": transformers.__version__,
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "optimizer": type(trainer.optimizer.optimizer).__name__,
+        "dtype": str(next(trainer.model.parameters()).dtype),
+        "gradient_checkpointing": trainer.model.is_gradient_checkpointing,
+        "gradient_checkpointing_by_default": checkpointing,
+    }
+    return figures
+
+
+def main() -> None:
+    """Read the work from the first file, write the figures into the second."""
+    if len(sys.argv) != 3:
+        raise SystemExit("this is one side of a comparison; run `python benchmarks/vs_trl.py`")
+    given, wanted = Path(sys.argv[1]), Path(sys.argv[2])
+    figures = train(Work(**json.loads(given.read_text())), wanted.parent / "trl")
+    wanted.write_text(json.dumps(asdict(figures)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,335 @@
+"""How fast is the built-in engine, against transformers, against vLLM, and against what the machine can do?
+
+    python benchmarks/engine.py [--model smollm2-135m] [--batches 1 8 32 64 128] [--rounds 3]
+                                [--vllm-python .venv-vllm/bin/python] [--json FILE] [--quick]
+
+All sides sample at temperature 1 from the same weights in float32, with the same threads, after random prompts that are
+equally long and share nothing: the engine, transformers `generate` with a dynamic and with a static cache, neither
+compiled, and vLLM's CPU build (see benchmarks/_vllm_side.py) if its Python is given. They take turns in every round.
+Prefill is a run of one new token, so a prompt token is counted when the first reply token is there; decoding is what a
+run of 64 more tokens takes longer. The engine also returns each token's log-probability; the others are not asked for
+it.
+
+The roof is the larger of two times: the matrix products that the model's layers need for so many rows (with weights as
+they are, or packed for the purpose, whichever is faster), and one reading of the weights at the measured bandwidth;
+with the output head for decoding, without it for prefill. It is measured in every round, and the fastest counts. A
+share is roof time over measured time: the rest is attention, norms, sampling and overhead, and products slower than
+the fastest. Prints two tables in Markdown: medians, and the ratios' spread over rounds. `--quick`: the bundled model,
+batches 1 and 32, one round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, Protocol
+
+import torch
+from roof import read_gbps, stack_seconds, weight_bytes
+from transformers import GenerationConfig
+
+from headrace.config import ModelSection
+from headrace.engine.base import SamplingParams
+from headrace.engine.torch_engine import TorchEngine
+from headrace.errors import HeadraceError
+from headrace.models.catalog import resolve_model
+from headrace.models.causal import build_causal_model
+from headrace.models.load import load_model
+
+NEW_TOKENS = 64
+FIRST_REPEATS = 3
+"""Runs of one token are short, so each round takes the median of several."""
+WARM_TOKENS = 8
+MOST_ROWS = 2048
+"""More rows make a product no faster per row, so the roof of a longer prefill is that of its pieces."""
+LAYOUTS = {"plain": False} | ({"packed": True} if torch.backends.mkl.is_available() else {})
+
+Prompts = list[list[int]]
+Figures = dict[str, float]
+
+
+class Side(Protocol):
+    """One of those that are compared."""
+
+    name: str
+
+    def seconds(self, prompts: Prompts, tokens: int) -> float:
+        """Of one run of all prompts together, each with exactly so many new tokens."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Engine:
+    """The built-in engine as agents use it: one `generate` per sequence, all awaited together."""
+
+    name = "engine"
+
+    def __init__(self, model: str, max_batch: int) -> None:
+        self._runner = asyncio.Runner()
+        self._engine = TorchEngine(build_causal_model(load_model(ModelSection(name=model))), max_batch=max_batch)
+
+    def seconds(self, prompts: Prompts, tokens: int) -> float:
+        return self._runner.run(self._generate(prompts, tokens))
+
+    async def _generate(self, prompts: Prompts, tokens: int) -> float:
+        params = SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True)
+        began = time.perf_counter()
+        done = await asyncio.gather(*(self._engine.generate(ids, params, seed) for seed, ids in enumerate(prompts)))
+        took = time.perf_counter() - began
+        check_counts(self.name, [len(generation.completion_ids) for generation in done], tokens)
+        return took
+
+    def close(self) -> None:
+        self._runner.run(self._engine.close())
+        self._runner.close()
+
+
+class Transformers:
+    """`generate` of transformers with one kind of cache."""
+
+    def __init__(self, hf_model: Any, cache: str) -> None:
+        self.name = cache
+        self._model = hf_model
+
+    def seconds(self, prompts: Prompts, tokens: int) -> float:
+        ids_BT = torch.tensor(prompts)
+        began = time.perf_counter()
+        out_BT = self._model.generate(
+            ids_BT,
+            attention_mask=torch.ones_like(ids_BT),
+            max_new_tokens=tokens,
+            cache_implementation=self.name,
+            disable_compile=True,
+        )
+        took = time.perf_counter() - began
+        check_counts(self.name, [out_BT.shape[1] - ids_BT.shape[1]], tokens)
+        return took
+
+    def close(self) -> None:
+        pass
+
+
+class Vllm:
+    """vLLM in its own process, which waits for orders between its turns."""
+
+    name = "vllm"
+
+    def __init__(self, python: Path, model: str, max_batch: int, max_length: int, threads: int) -> None:
+        if not python.is_file():
+            raise SystemExit(
+                f"--vllm-python {python} is not there; see benchmarks/_vllm_side.py for how to make the environment, "
+                f"or leave the option out"
+            )
+        options = {"model": resolve_model(model), "max_batch": max_batch, "max_length": max_length}
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed by `close`
+        self._process = subprocess.Popen(
+            [str(python), str(Path(__file__).with_name("_vllm_side.py")), json.dumps(options)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env=os.environ | _vllm_environment(threads),
+        )
+        self.version: str = self._answer()["version"]
+
+    def seconds(self, prompts: Prompts, tokens: int) -> float:
+        assert self._process.stdin
+        self._process.stdin.write(json.dumps({"prompts": prompts, "tokens": tokens}) + "\n")
+        self._process.stdin.flush()
+        answer = self._answer()
+        check_counts(self.name, answer["tokens"], tokens)
+        return answer["s"]
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout
+        line = self._process.stdout.readline()
+        if not line:
+            self._process.wait()
+            self._log.seek(0)
+            said = [text for text in self._log.read().splitlines() if "Error" in text] or ["nothing"]
+            raise SystemExit(f"vLLM has stopped, and says: {said[-1].strip()}; mend its environment, or leave it out")
+        return json.loads(line)
+
+    def close(self) -> None:
+        assert self._process.stdin
+        self._process.stdin.close()
+        self._process.wait()
+        self._log.close()
+
+
+def _vllm_environment(threads: int) -> dict[str, str]:
+    cores = sorted(os.sched_getaffinity(0))[:threads]
+    return {
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": str(threads),
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process less between question and answer
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+
+
+def check_counts(name: str, counts: Sequence[int], tokens: int) -> None:
+    """Equal work on all sides is the point of the comparison."""
+    if set(counts) != {tokens}:
+        raise SystemExit(f"{name} made {sorted(set(counts))} tokens where {tokens} were asked for; no fair comparison")
+
+
+def new_prompts(rng: random.Random, batch: int, length: int, vocabulary: int) -> Prompts:
+    """Random ids: no two prompts begin alike, in no run."""
+    return [[rng.randrange(vocabulary) for _ in range(length)] for _ in range(batch)]
+
+
+def measure(side: Side, batch: int, length: int, vocabulary: int, rng: random.Random) -> Figures:
+    """Tokens per second of prefill and of decoding, and the seconds that they come from."""
+
+    def run(tokens: int) -> float:
+        return side.seconds(new_prompts(rng, batch, length, vocabulary), tokens)
+
+    first_s = median(run(1) for _ in range(FIRST_REPEATS))
+    decode_s = run(1 + NEW_TOKENS) - first_s
+    return {
+        "prefill_s": first_s,
+        "decode_step_s": decode_s / NEW_TOKENS,
+        "prefill": batch * length / first_s,
+        "decode": batch * NEW_TOKENS / decode_s,
+    }
+
+
+def roof(config: Any, batch: int, length: int) -> Figures:
+    """Seconds of the products, and of reading the weights, for the prefill of a batch and one step of decoding."""
+    rows = min(batch * length, MOST_ROWS)
+    found: Figures = {}
+    for name, packed in LAYOUTS.items():
+        repeats = 1 if rows > 1000 else 3
+        pieces = batch * length / rows
+        found[f"prefill_{name}_s"] = pieces * stack_seconds(rows, config, head=False, packed=packed, repeats=repeats)
+        found[f"decode_step_{name}_s"] = stack_seconds(batch, config, packed=packed)
+    for what, head in (("prefill", False), ("decode_step", True)):
+        size = weight_bytes(config, head)
+        # as much memory as the weights take: what fits into the caches is read faster
+        found[f"{what}_reading_s"] = size / read_gbps(-(-size // 2**20)) / 1e9
+    return found
+
+
+def compare(sides: Sequence[Side], config: Any, batches: Sequence[int], rounds: int, length: int) -> dict[int, Any]:
+    """Per batch: the roof, and every side's figures in every round."""
+    rng = random.Random(0)
+    found: dict[int, Any] = {}
+    for batch in batches:
+        for side in sides:
+            side.seconds(new_prompts(rng, batch, length, config.vocab_size), WARM_TOKENS)
+        figures: dict[str, list[Figures]] = {side.name: [] for side in sides}
+        roofs: list[Figures] = []
+        for number in range(rounds):
+            roofs.append(roof(config, batch, length))
+            for side in sides:
+                figures[side.name].append(measure(side, batch, length, config.vocab_size, rng))
+            print(f"batch {batch}: round {number + 1} of {rounds}", file=sys.stderr, flush=True)
+        fastest = {key: min(one[key] for one in roofs) for key in roofs[0]}
+        for what in ("prefill", "decode_step"):
+            products_s = min(fastest[f"{what}_{name}_s"] for name in LAYOUTS)
+            fastest[f"{what}_s"] = max(products_s, fastest[f"{what}_reading_s"])
+        found[batch] = {"roof": fastest, "rounds": figures, "summary": summarise(figures, fastest)}
+    return found
+
+
+def summarise(figures: dict[str, list[Figures]], fastest: Figures) -> dict[str, Any]:
+    """For prefill and decoding: medians, the engine's ratio to the others per round, its share of the roof."""
+    found: dict[str, Any] = {}
+    for what, seconds in (("prefill", "prefill_s"), ("decode", "decode_step_s")):
+        ours = figures["engine"]
+        ratios = {
+            name: [one[what] / other[what] for one, other in zip(ours, theirs, strict=True)]
+            for name, theirs in figures.items()
+            if name != "engine"
+        }
+        found[what] = {
+            "tokens_per_s": {name: median(one[what] for one in rows) for name, rows in figures.items()},
+            "times": {name: [median(some), min(some), max(some)] for name, some in ratios.items()},
+            "share_of_roof": fastest[seconds] / median(one[seconds] for one in ours),
+        }
+    return found
+
+
+def table(found: dict[int, Any], what: str, others: Sequence[str]) -> str:
+    """In Markdown, with the ratios' spread over rounds."""
+    lines = ["| batch | engine tok/s | × dynamic | × static | × vLLM | share of roof |", "| ---: " * 6 + "|"]
+    for batch, at in found.items():
+        row = at["summary"][what]
+        cells = [f"{row['tokens_per_s']['engine']:,.0f}"]
+        cells += [_spread(row["times"][name]) if name in row["times"] else "left out" for name in others]
+        lines.append(f"| {batch} | {' | '.join(cells)} | {row['share_of_roof']:.0%} |")
+    return "\n".join(lines)
+
+
+def _spread(times: Sequence[float]) -> str:
+    middle, least, most = times
+    return f"{middle:.2f} ({least:.2f}–{most:.2f})"
+
+
+def load_transformers(model: str) -> Any:
+    """A model of its own, which samples from the whole distribution and does not stop by itself."""
+    hf_model = load_model(ModelSection(name=model))
+    hf_model.generation_config = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, pad_token_id=0)
+    return hf_model
+
+
+def run(given: argparse.Namespace) -> dict[str, Any]:
+    """Start all sides, compare, stop them."""
+    most, longest = max(given.batches), given.prompt_tokens + 1 + NEW_TOKENS
+    hf_model = load_transformers(given.model)
+    sides: list[Side] = []
+    found: dict[str, Any] = {"model": given.model, "threads": given.threads, "prompt_tokens": given.prompt_tokens}
+    if given.vllm_python:
+        vllm = Vllm(given.vllm_python, given.model, most, longest, given.threads)
+        found["vllm"] = vllm.version
+        sides.append(vllm)
+    sides = [Engine(given.model, most), *(Transformers(hf_model, kind) for kind in ("dynamic", "static")), *sides]
+    try:
+        found["batches"] = compare(sides, hf_model.config, given.batches, given.rounds, given.prompt_tokens)
+    finally:
+        for side in sides:
+            side.close()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 64, 128])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--prompt-tokens", type=int, default=60)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--vllm-python", type=Path, help="of an environment that has vllm-cpu")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--quick", action="store_true", help="the bundled model, batches 1 and 32, one round")
+    given = parser.parse_args()
+    if given.quick:
+        given.model, given.batches, given.rounds = "bundled", [1, 32], 1
+    torch.set_num_threads(given.threads)
+    try:
+        found = run(given)
+    except HeadraceError as error:
+        raise SystemExit(str(error)) from None
+    for what in ("prefill", "decode"):
+        print(f"\n{what}, {given.model}\n\n{table(found['batches'], what, ('dynamic', 'static', 'vllm'))}")
+    if not given.vllm_python:
+        print("\nvLLM was left out: give --vllm-python to have it compared")
+    if given.json:
+        given.json.write_text(json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""How fast do weights come from the learner to an engine in a process of its own, against a plain copy of them?
+
+    python benchmarks/publication.py [--model smollm2-135m] [--rounds 7] [--json FILE] [--quick]
+
+Prints a table in Markdown. Before each publication an optimizer step changes all weights. The parts are what
+`LocalBackend.publish` does one after the other: the learner takes the fingerprint of its weights and copies them into
+shared memory; the engine takes the fingerprint of what it finds there and goes on with it. Taking over is the round
+trip of a call that only passes through the engine's thread; the engine's fingerprint is what loading takes beyond that.
+All take turns; figures are medians, with the lowest and the highest. `--quick` takes the bundled model, which is too
+small to say anything about bandwidth.
+
+A plain copy moves as many bytes: with `Tensor.copy_` and the learner's threads, and with numpy, which has one thread
+but may be faster, since it writes past the caches. What memory allows is the faster of the two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Awaitable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from learner import IMITATE, new_batch, print_table, spread
+
+from headrace.backends.local.backend import LocalBackend
+from headrace.engine.process import ProcessEngine
+from headrace.errors import HeadraceError
+from headrace.models.catalog import resolve_model
+from headrace.models.modules import trained_parameters
+from headrace.pipeline.batcher import grad_scale
+from headrace.runfile import build_config
+
+TARGET = 0.5
+COPIES = ("plain copy, torch", "plain copy, numpy")
+WHOLE = "publication"
+WARM_UP = 2  # the engine's two buffers are first written to, and their models made
+Timings = dict[str, float]
+
+
+async def timed(call: Awaitable[Any]) -> tuple[float, Any]:
+    began = time.perf_counter()
+    result = await call
+    return time.perf_counter() - began, result
+
+
+class Publisher:
+    """A learner and an engine apart from it."""
+
+    def __init__(self, model: str) -> None:
+        config = build_config({"model": {"name": model}, "trainer": {"placement": "separate"}})
+        self.backend = LocalBackend(config)
+        engine = self.backend.create_engine()
+        assert isinstance(engine, ProcessEngine)
+        self.engine = engine
+        self.nbytes = sum(parameter.nbytes for parameter in trained_parameters(self.backend.hf_model))
+        self._batch = new_batch(self.backend.hf_model.config.vocab_size, 1, 1, 4, 4)
+        self._version = 0
+        self._source = torch.ones(self.nbytes // 4)
+        self._target = torch.ones(self.nbytes // 4)
+
+    async def step(self) -> None:
+        """Change all weights."""
+        await self.backend.forward_backward(self._batch, IMITATE)
+        await self.backend.optim_step(1e-5, grad_scale([self._batch], IMITATE))
+
+    async def round(self) -> Timings:
+        """Seconds of plain copies, of a publication, and of another one part by part."""
+        await self.step()
+        by_torch, _ = await timed(asyncio.to_thread(self._target.copy_, self._source))
+        by_numpy, _ = await timed(asyncio.to_thread(np.copyto, self._target.numpy(), self._source.numpy()))
+        self._version += 1
+        whole, _ = await timed(self.backend.publish(self._version))
+        await self.step()
+        return {COPIES[0]: by_torch, COPIES[1]: by_numpy, WHOLE: whole, **await self._parts()}
+
+    async def _parts(self) -> Timings:
+        self._version += 1
+        hashed, ours = await timed(asyncio.to_thread(self.backend.fingerprint))
+        staged, buffer = await timed(asyncio.to_thread(self.engine.stage))
+        loaded, theirs = await timed(self.engine.load_weights(self._version, buffer))
+        assert theirs == ours, "the engine holds other weights than the learner"
+        taken, _ = await timed(self.engine.resume())  # it is not paused: nothing but the way there and back
+        return {
+            "learner's fingerprint": hashed,
+            "staging copy": staged,
+            "engine's fingerprint": max(loaded - taken, 0.0),
+            "taking over": taken,
+        }
+
+    async def close(self) -> None:
+        await self.engine.close()
+        await self.backend.close()
+
+
+async def measure(model: str, rounds: int) -> tuple[int, int, list[Timings]]:
+    """Bytes of a publication, threads of the learner, and the timings of each round."""
+    publisher = Publisher(model)
+    try:
+        found = [await publisher.round() for _ in range(WARM_UP + rounds)]
+    finally:
+        await publisher.close()
+    return publisher.nbytes, torch.get_num_threads(), found[WARM_UP:]
+
+
+def report(nbytes: int, rounds: list[Timings]) -> dict[str, Any]:
+    """Per part its seconds, its GB/s, and its speed as a share of each plain copy's in the same round."""
+    found = {}
+    for name in rounds[0]:
+        seconds = [timings[name] for timings in rounds]
+        found[name] = {
+            "seconds": seconds,
+            "gbps": nbytes / median(seconds) / 1e9,
+            **{copy: [timings[copy] / timings[name] for timings in rounds] for copy in COPIES},
+            "of_publication": median(timings[name] / timings[WHOLE] for timings in rounds),
+        }
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--quick", action="store_true")
+    given = parser.parse_args()
+    model = "bundled" if given.quick else given.model
+    try:
+        resolve_model(model)
+        nbytes, threads, rounds = asyncio.run(measure(model, given.rounds))
+    except HeadraceError as error:
+        sys.exit(f"error: {error}")
+    found = report(nbytes, rounds)
+    print(f"{model}: {nbytes / 1e6:.0f} MB, learner with {threads} threads")
+    print_table(
+        ["", "milliseconds", "GB/s", *(f"speed / {copy}" for copy in COPIES), "seconds / publication"],
+        [
+            [
+                name,
+                spread([1e3 * seconds for seconds in row["seconds"]], 1),
+                f"{row['gbps']:.1f}",
+                *(spread(row[copy]) for copy in COPIES),
+                f"{row['of_publication']:.2f}",
+            ]
+            for name, row in found.items()
+        ],
+    )
+    shares = {copy: median(found[WHOLE][copy]) for copy in COPIES}
+    print("\nspeed of a publication:", "; ".join(f"{share:.0%} of a {copy}" for copy, share in shares.items()))
+    print(f"the target is {TARGET:.0%} of a copy")
+    if given.json:
+        out = {"model": model, "bytes": nbytes, "threads": threads, "shares": shares, "target": TARGET, "parts": found}
+        given.json.write_text(json.dumps(out, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

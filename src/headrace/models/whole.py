@@ -1,0 +1,231 @@
+"""Parts of a decoder layer whose backward passes are written out, for training all weights.
+
+Autograd keeps every intermediate, makes a tensor for each weight's gradient and adds it to the last one in another
+pass over memory. These keep what is dear to compute, compute again what is cheap, and add to `.grad` within the matrix
+product; the parameters are no inputs of theirs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from headrace.models.linear import FusedLinear, add_gradient
+from headrace.models.packed import Layout
+
+
+def embed(embedding: Any, ids_N: Tensor) -> Tensor:
+    """Rows of the embedding."""
+    return _Embed.apply(embedding.weight, ids_N, embedding.padding_idx)  # type: ignore[no-any-return]
+
+
+def normed_linear(x_ND: Tensor, norm: Any, linear: FusedLinear) -> Tensor:
+    """All outputs of the linear layers on the normed input."""
+    return _NormedLinear.apply(x_ND, norm, linear)  # type: ignore[no-any-return]
+
+
+def linear_added(x_ND: Tensor, y_NE: Tensor, linear: FusedLinear) -> Tensor:
+    """x + linear(y)."""
+    return _LinearAdded.apply(x_ND, y_NE, linear)  # type: ignore[no-any-return]
+
+
+def feed_forward(x_ND: Tensor, norm: Any, gate_up: FusedLinear, down: FusedLinear) -> Tensor:
+    """x + down(silu(gate) * up) of the normed input."""
+    return _FeedForward.apply(x_ND, norm, gate_up, down)  # type: ignore[no-any-return]
+
+
+def chosen_logprobs(
+    hidden_MD: Tensor, head: FusedLinear, targets_M: Tensor, temperatures_M: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(log-probability of each target, entropy of each distribution, which has no gradient)."""
+    return _ChosenLogprobs.apply(hidden_MD, head, targets_M, temperatures_M)  # type: ignore[no-any-return]
+
+
+def spread(x_N: Tensor, layout: Layout) -> Tensor:
+    """Tokens to their places in the rows, for attention."""
+    return x_N if layout.plain else _Spread.apply(x_N, layout)  # type: ignore[no-any-return]
+
+
+def collect(x_P: Tensor, layout: Layout) -> Tensor:
+    """What attention found, back at the tokens."""
+    return x_P if layout.plain else _Collect.apply(x_P, layout)  # type: ignore[no-any-return]
+
+
+def rotate(x_NHd: Tensor, cos_N1d: Tensor, sin_N1d: Tensor) -> Tensor:
+    """Positions turned into angles between the halves of each head."""
+    return _Rotate.apply(x_NHd, cos_N1d, sin_N1d)  # type: ignore[no-any-return]
+
+
+def _inverse_rms(x_ND: Tensor, norm: Any) -> Tensor:
+    square_N1 = torch.linalg.vector_norm(x_ND, dim=-1, keepdim=True).square_()
+    return square_N1.div_(x_ND.shape[-1]).add_(norm.variance_epsilon).rsqrt_()
+
+
+def _normed(x_ND: Tensor, inverse_N1: Tensor, norm: Any) -> Tensor:
+    return (x_ND * inverse_N1).mul_(norm.weight)
+
+
+def _norm_backward(grad_ND: Tensor, x_ND: Tensor, inverse_N1: Tensor, norm: Any) -> Tensor:
+    """The gradient of x; that of the norm's weight is added where it belongs. Overwrites `grad_ND`."""
+    unit_ND = x_ND * inverse_N1
+    along_ND = grad_ND * unit_ND
+    add_gradient(norm.weight, along_ND.sum(0))
+    along_N1 = (along_ND @ norm.weight).div_(x_ND.shape[-1])[:, None]
+    return grad_ND.mul_(norm.weight).addcmul_(unit_ND, along_N1, value=-1).mul_(inverse_N1)
+
+
+class _Embed(Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, ids_N: Tensor, padding: int | None) -> Tensor:
+        ctx.weight, ctx.ids, ctx.padding = weight, ids_N, padding
+        return F.embedding(ids_N, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_ND: Tensor) -> tuple[None, None, None]:  # type: ignore[override]
+        weight = ctx.weight
+        if weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
+        if ctx.padding is not None:  # an embedding that is not trained
+            grad_ND = grad_ND.masked_fill((ctx.ids == ctx.padding)[:, None], 0.0)
+        weight.grad.index_add_(0, ctx.ids, grad_ND)
+        return None, None, None
+
+
+class _NormedLinear(Function):
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor, norm: Any, linear: FusedLinear) -> Tensor:
+        inverse = _inverse_rms(x_ND, norm)
+        ctx.save_for_backward(x_ND, inverse)
+        ctx.norm, ctx.linear = norm, linear
+        return linear.product(_normed(x_ND, inverse, norm))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        x_ND, inverse = ctx.saved_tensors
+        ctx.linear.accumulate(grad_NO, _normed(x_ND, inverse, ctx.norm))
+        return _norm_backward(grad_NO @ ctx.linear.weight, x_ND, inverse, ctx.norm), None, None
+
+
+class _LinearAdded(Function):
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor, y_NE: Tensor, linear: FusedLinear) -> Tensor:
+        ctx.save_for_backward(y_NE)
+        ctx.linear = linear
+        return linear.product(y_NE).add_(x_ND)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        (y_NE,) = ctx.saved_tensors
+        ctx.linear.accumulate(grad_ND, y_NE)
+        return grad_ND, grad_ND @ ctx.linear.weight, None
+
+
+class _FeedForward(Function):
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor, norm: Any, gate_up: FusedLinear, down: FusedLinear) -> Tensor:
+        inverse = _inverse_rms(x_ND, norm)
+        wide_N2W = gate_up.product(_normed(x_ND, inverse, norm))
+        gate, up = wide_N2W.chunk(2, dim=-1)
+        ctx.save_for_backward(x_ND, inverse, wide_N2W)
+        ctx.norm, ctx.gate_up, ctx.down = norm, gate_up, down
+        return down.product(F.silu(gate).mul_(up)).add_(x_ND)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        x_ND, inverse, wide_N2W = ctx.saved_tensors
+        gate, up = wide_N2W.chunk(2, dim=-1)
+        opened = F.silu(gate)
+        ctx.down.accumulate(grad_ND, opened * up)
+        grad_NW = grad_ND @ ctx.down.weight
+        grad_wide = torch.empty_like(wide_N2W)
+        grad_gate, grad_up = grad_wide.chunk(2, dim=-1)
+        torch.mul(grad_NW, opened, out=grad_up)
+        torch.ops.aten.silu_backward.grad_input(grad_NW.mul_(up), gate, grad_input=grad_gate)
+        ctx.gate_up.accumulate(grad_wide, _normed(x_ND, inverse, ctx.norm))
+        back = _norm_backward(grad_wide @ ctx.gate_up.weight, x_ND, inverse, ctx.norm)
+        return back.add_(grad_ND), None, None, None
+
+
+class _Rotate(Function):
+    @staticmethod
+    def forward(ctx: Any, x_NHd: Tensor, cos_N1d: Tensor, sin_N1d: Tensor) -> Tensor:
+        ctx.save_for_backward(cos_N1d, sin_N1d)
+        return _turned(x_NHd, cos_N1d, sin_N1d, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_NHd: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        cos_N1d, sin_N1d = ctx.saved_tensors
+        return _turned(grad_NHd, cos_N1d, sin_N1d, -1), None, None
+
+
+def _turned(x_NHd: Tensor, cos_N1d: Tensor, sin_N1d: Tensor, direction: int) -> Tensor:
+    half = x_NHd.shape[-1] // 2
+    turned = x_NHd * cos_N1d
+    first, second = x_NHd.split(half, dim=-1)
+    turned[..., :half].addcmul_(second, sin_N1d[..., :half], value=-direction)
+    turned[..., half:].addcmul_(first, sin_N1d[..., half:], value=direction)
+    return turned
+
+
+class _Spread(Function):
+    @staticmethod
+    def forward(ctx: Any, x_N: Tensor, layout: Layout) -> Tensor:
+        ctx.layout = layout
+        return layout.spread(x_N)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_P: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return ctx.layout.spread_backward(grad_P), None
+
+
+class _Collect(Function):
+    @staticmethod
+    def forward(ctx: Any, x_P: Tensor, layout: Layout) -> Tensor:
+        ctx.layout = layout
+        return layout.collect(x_P)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return ctx.layout.collect_backward(grad_N), None
+
+
+class _ChosenLogprobs(Function):
+    """Keeps the probabilities, from which logits' gradients are a product away."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_MD: Tensor, head: FusedLinear, targets_M: Tensor, temperatures_M: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        logprobs_MV = head.product(hidden_MD)
+        if bool((temperatures_M != 1).any()):
+            logprobs_MV.div_(temperatures_M[:, None])
+        logprobs_MV = torch.log_softmax(logprobs_MV, dim=-1)
+        chosen_M = logprobs_MV.gather(1, targets_M[:, None]).squeeze(1)
+        probs_MV = logprobs_MV.exp()
+        entropy_M = -torch.linalg.vecdot(probs_MV, logprobs_MV)
+        ctx.save_for_backward(hidden_MD, probs_MV, targets_M, temperatures_M)
+        ctx.head = head
+        ctx.mark_non_differentiable(entropy_M)
+        return chosen_M, entropy_M
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_M: Tensor, _: Any) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        hidden_MD, probs_MV, targets_M, temperatures_M = ctx.saved_tensors
+        grad_M = grad_M / temperatures_M
+        grad_MV = probs_MV.mul_(-grad_M[:, None])  # what is kept for one backward pass is used up by it
+        grad_MV.scatter_add_(1, targets_M[:, None], grad_M[:, None])
+        ctx.head.accumulate(grad_MV, hidden_MD)
+        return grad_MV @ ctx.head.weight, None, None, None
