@@ -26,8 +26,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tokenizers import Tokenizer
 from _trl_side import Figures, Work, distinct_share, peak_mb
+from tokenizers import Tokenizer
 
 from headrace import Model, Task
 from headrace.errors import HeadraceError

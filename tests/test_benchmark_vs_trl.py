@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from transformers import AutoTokenizer
 from _trl_side import Work
+from transformers import AutoTokenizer
 from vs_trl import make_prompts, train_headrace
 
 from headrace.models.catalog import resolve_model
