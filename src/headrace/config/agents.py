@@ -119,6 +119,9 @@ class EngineSection(Section):
     """Longest prompt plus response, in tokens; empty takes the model's own limit."""
     prefill_tokens: int = Field(default=8192, ge=1)
     """Prompt tokens computed at once."""
+    pack_weights: bool = True
+    """Decode with a second copy of the weights, laid out for the number of sequences, where replies are long enough to
+    pay for it: up to a third faster, and as much more memory as the weights take. Not with run.deterministic."""
     health_every_s: float = Field(default=2.0, gt=0)
     """Seconds between two looks at the engine's health."""
     cache_on_publish: Literal["keep", "recompute"] = "keep"

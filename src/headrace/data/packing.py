@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 _BEGINNING = 16  # tokens by which rows are taken to begin alike
+_REPEATED = 0.25  # what a token costs that the row before has at the same place: only attention sees it again
 
 
 def cut_by_tokens(rows: Sequence[Sequence[Any]], budget: int, together: int = 1) -> tuple[tuple[int, ...], ...]:
     """Indices of rows in micro-batches of at most `budget` tokens (or one unit that is longer).
 
     Rows that begin alike (a group's, a conversation's) keep their order and come together, so that a model may run the
-    beginning once; beyond that, rows of similar length do, so that little is padded where padding is needed. A unit of
-    `together` consecutive rows (2 for preference pairs) is never torn apart.
+    beginning once, and it counts less; beyond that, rows of similar length do, so that little is padded where padding
+    is needed. A unit of `together` consecutive rows (2 for preference pairs) is never torn apart.
     """
     families: dict[str, list[range]] = {}
     for start in range(0, len(rows), together):
@@ -23,13 +24,22 @@ def cut_by_tokens(rows: Sequence[Sequence[Any]], budget: int, together: int = 1)
         return max(len(rows[i]) for unit in family for i in unit)
 
     batches: list[list[int]] = []
-    room = 0
+    room = 0.0
     for family in sorted(families.values(), key=lambda family: (-longest(family), family[0].start)):
+        before: Sequence[Any] = ()
         for unit in family:
-            size = sum(len(rows[i]) for i in unit)
+            size = 0.0
+            for row in (rows[i] for i in unit):
+                alike = _common(before, row)
+                size += len(row) - alike + _REPEATED * alike
+                before = row
             if size > room:
                 batches.append([])
-                room = budget
+                room, size = float(budget), float(sum(len(rows[i]) for i in unit))
             batches[-1] += unit
             room -= size
     return tuple(tuple(batch) for batch in batches)
+
+
+def _common(one: Sequence[Any], two: Sequence[Any]) -> int:
+    return next((i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))

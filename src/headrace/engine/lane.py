@@ -79,7 +79,9 @@ class Lane:
 
     def load(self, version: int, model: CausalModel | None, recompute: bool) -> None:
         """Go on under new weights: another model's, or those that this one's were changed to."""
+        self.model.weights_changed()
         self.model, self.version = model or self.model, version
+        self.model.weights_changed()
         if recompute and self.running:
             self._cached = False
 
@@ -120,7 +122,7 @@ class Lane:
             else:
                 copies.append((owner, slot, len(request.prompt) - 1))
         if fresh:
-            rows = PackedRows.from_rows([request.prompt[:-1] for _, request in fresh])
+            rows = self._packed([request.prompt[:-1] for _, request in fresh])
             self.model.prefill(self._cache, rows, [slot for slot, _ in fresh])
         for owner, slot, length in copies:
             self._cache.copy(owner, slot, length)
@@ -173,5 +175,8 @@ class Lane:
         slots = [slot for slot, r in enumerate(requests, first_slot) if r.cached]
         rows = [(r.prompt + tuple(r.ids))[:-1] for r in requests if r.cached]
         for indices in cut_by_tokens(rows, self._prefill_tokens):
-            chosen = PackedRows.from_rows([rows[i] for i in indices])
+            chosen = self._packed([rows[i] for i in indices])
             self.model.prefill(self._cache, chosen, [slots[i] for i in indices])
+
+    def _packed(self, rows: Sequence[Sequence[int]]) -> PackedRows:
+        return PackedRows.from_rows(rows, self.model.shares_prefixes)

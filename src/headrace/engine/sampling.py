@@ -6,11 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.engine.base import SamplingParams
 
 _NUCLEUS = 512  # candidates for top_p that are looked at first: sorting a whole vocabulary is slow
+_BLOCK = 256
 _STRIDE = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -35,24 +37,27 @@ def sample_tokens(
     logits_BV = logits_BV.to(torch.promote_types(logits_BV.dtype, torch.float32))
     temperatures = torch.tensor([p.temperature for p in params])
     greedy_B = temperatures == 0
-    model_BV = torch.log_softmax(logits_BV, dim=-1)
-    if bool((temperatures == 1).all()):
-        sampling_BV = model_BV
-    else:
-        scale = torch.where(greedy_B, 1.0, temperatures)[:, None]
-        sampling_BV = torch.log_softmax(logits_BV / scale, dim=-1)
+    scaled_BV = logits_BV
+    if not bool((temperatures == 1).all()):
+        scaled_BV = logits_BV / torch.where(greedy_B, 1.0, temperatures)[:, None]
     cut = [i for i, p in enumerate(params) if (p.top_k or (p.top_p or 1.0) < 1.0) and p.temperature]
     if cut:
-        sampling_BV = sampling_BV.clone()
+        scaled_BV = scaled_BV.clone() if scaled_BV is logits_BV else scaled_BV
         for i in cut:
-            sampling_BV[i] = _truncate(sampling_BV[i], params[i].top_k or 0, params[i].top_p or 1.0)
-    tokens_B = _inverse_cdf(sampling_BV.exp(), torch.from_numpy(uniforms(seeds, positions)))
-    logprobs_B = sampling_BV.gather(1, tokens_B[:, None]).squeeze(1)
+            scaled_BV[i] = _truncate(torch.log_softmax(scaled_BV[i], -1), params[i].top_k or 0, params[i].top_p or 1.0)
+    tokens_B, total_B = _inverse_cdf(scaled_BV, torch.from_numpy(uniforms(seeds, positions)))
     if bool(greedy_B.any()):
         tokens_B = torch.where(greedy_B, logits_BV.argmax(-1), tokens_B)
-        logprobs_B = torch.where(greedy_B, 0.0, logprobs_B)  # a greedy choice is certain
-    model_B = model_BV.gather(1, tokens_B[:, None]).squeeze(1)
+    logprobs_B = _pick(scaled_BV, tokens_B) - total_B
+    model_B = logprobs_B
+    if scaled_BV is not logits_BV:
+        model_B = _pick(logits_BV, tokens_B) - logits_BV.logsumexp(-1)
+    logprobs_B = torch.where(greedy_B, 0.0, logprobs_B)  # a greedy choice is certain
     return tokens_B.tolist(), logprobs_B.tolist(), model_B.tolist()
+
+
+def _pick(values_BV: Tensor, tokens_B: Tensor) -> Tensor:
+    return values_BV.gather(1, tokens_B[:, None]).squeeze(1)
 
 
 def _truncate(logprobs_V: Tensor, top_k: int, top_p: float) -> Tensor:
@@ -70,8 +75,26 @@ def _truncate(logprobs_V: Tensor, top_k: int, top_p: float) -> Tensor:
     return torch.full_like(logprobs_V, float("-inf")).scatter(0, index, ordered - ordered.logsumexp(0))
 
 
-def _inverse_cdf(probs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
-    cumulative = probs_BV.double().cumsum(-1)
-    draws = uniforms_B[:, None] * cumulative[:, -1:]
-    # right=True: the first entry above the draw, so a token of probability 0 is never chosen
-    return torch.searchsorted(cumulative, draws, right=True).squeeze(1).clamp_(max=probs_BV.shape[1] - 1)
+def _inverse_cdf(scaled_BV: Tensor, uniforms_B: Tensor) -> tuple[Tensor, Tensor]:
+    """(the token that each uniform number falls on, the logarithm of what the exponentials sum to).
+
+    First the block of tokens that it falls on, then the token in it: a cumulative sum of the whole vocabulary would
+    cost more than all the rest.
+    """
+    batch, size = scaled_BV.shape
+    top_B1 = scaled_BV.amax(-1, keepdim=True)
+    mass_BV = (scaled_BV - top_B1).exp_()
+    if missing := -size % _BLOCK:
+        mass_BV = F.pad(mass_BV, (0, missing))
+    mass_BKb = mass_BV.view(batch, -1, _BLOCK)
+    ends_BK = mass_BKb.sum(-1).double().cumsum(-1)
+    draws_B1 = uniforms_B[:, None] * ends_BK[:, -1:]
+    # right=True: the first end above the draw, so that what has probability 0 is never chosen
+    block_B1 = torch.searchsorted(ends_BK, draws_B1, right=True).clamp_(max=ends_BK.shape[1] - 1)
+    end_B1 = ends_BK.gather(1, block_B1)
+    before_B1 = torch.where(block_B1 > 0, ends_BK.gather(1, (block_B1 - 1).clamp_(min=0)), 0.0)
+    inside_Bb = mass_BKb[torch.arange(batch), block_B1.squeeze(1)].double().cumsum(-1)
+    share_B1 = ((draws_B1 - before_B1) / (end_B1 - before_B1)).clamp_(0, 1 - 1e-12)
+    token_B1 = torch.searchsorted(inside_Bb, share_B1 * inside_Bb[:, -1:], right=True)
+    tokens_B = (block_B1 * _BLOCK + token_B1).squeeze(1)
+    return tokens_B, top_B1.squeeze(1) + ends_BK[:, -1].log().to(scaled_BV.dtype)

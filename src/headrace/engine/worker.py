@@ -20,6 +20,7 @@ from headrace.engine.shared_weights import BoundModels
 from headrace.engine.torch_engine import TorchEngine
 from headrace.engine.wire import Answer, Call, Cancel, EngineOptions, Failed, Open, Opened, encode, receive
 from headrace.errors import EngineError, HeadraceError
+from headrace.memory import keep_freed_memory
 from headrace.models.causal import CausalModel, build_causal_model
 from headrace.models.fingerprint import fingerprint
 from headrace.models.load import load_model, load_tokenizer
@@ -99,10 +100,13 @@ class Worker:
 def _bound_models(given: Open, files: Sequence[int]) -> BoundModels:
     options = given.options
     torch.set_num_threads(options.threads)
+    keep_freed_memory()
 
     def build(hf_model: Any) -> CausalModel:
         model = build_causal_model(hf_model, options.model.fast_path)
         model.row_block = options.row_block
+        if options.pack_weights:
+            model.pack_weights()
         return model
 
     return BoundModels(load_model(options.model).eval(), given.layout, files, build)

@@ -21,6 +21,7 @@ class FusedLinear:
         self.sizes = [layer.out_features for layer in plain]
         self.weight = _share(plain, "weight")
         self.bias = _share(plain, "bias") if plain[0].bias is not None else None
+        self._packed: tuple[int, Tensor | None] = (0, None)
         self._adapted: list[tuple[int, Any]] = [
             (i, layer) for i, layer in enumerate(layers) if hasattr(layer, "lora_A")
         ]
@@ -36,7 +37,11 @@ class FusedLinear:
 
     def fused(self, x_ND: Tensor, row_block: int = 0) -> list[Tensor]:
         """One product, without gradients; adapters are on, whatever the learner has switched off for itself."""
-        whole = linear_by_blocks(x_ND, self.weight, self.bias, row_block)
+        rows, packed = self._packed
+        if packed is not None and x_ND.shape[0] == rows:
+            whole = torch.ops.mkl._mkl_linear(x_ND, packed, self.weight, self.bias, rows)
+        else:
+            whole = linear_by_blocks(x_ND, self.weight, self.bias, row_block)
         parts = [whole] if len(self.sizes) == 1 else list(whole.split(self.sizes, dim=-1))
         for index, layer in self._adapted:
             for name in layer.active_adapters:
@@ -44,6 +49,12 @@ class FusedLinear:
                 low = linear_by_blocks(x_ND.to(down.dtype), down, None, row_block)  # peft keeps adapters in float32
                 parts[index] += layer.scaling[name] * linear_by_blocks(low, up, None, row_block)
         return parts
+
+    def pack(self, rows: int) -> None:
+        """Let `fused` read a copy of the weight that is laid out for so many rows; 0: the weight itself."""
+        self._packed = (0, None)  # gives the memory back first
+        if rows:
+            self._packed = (rows, torch.ops.mkl._mkl_reorder_linear_weight(self.weight.detach(), rows))
 
     def product(self, x_ND: Tensor) -> Tensor:
         """All outputs end to end, without gradients or adapters."""

@@ -19,6 +19,7 @@ from headrace.models import whole
 from headrace.models.linear import FusedLinear
 from headrace.models.modules import copy_weights, trained_parameters
 from headrace.models.packed import Layout, PackedRows
+from headrace.models.prepacked import Prepacked
 
 _FAMILY = {"llama", "qwen2", "qwen3", "mistral"}
 _STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
@@ -62,6 +63,8 @@ class _Layer:
 
 
 def _rms_norm(x: Tensor, norm: Any) -> Tensor:
+    if x.dtype in _WIDE and not torch.is_grad_enabled():
+        return whole.normed(x, norm)
     return F.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
 
 
@@ -72,12 +75,7 @@ def _pad_rows(x_BD: Tensor, block: int) -> Tensor:
 
 def _feed_forward(layer: _Layer, x: Tensor, apply: Apply) -> Tensor:
     gate, up = apply(layer.gate_up, _rms_norm(x, layer.norm_2))
-    return x + apply(layer.down, F.silu(gate) * up)[0]
-
-
-def _rotate(x_NHd: Tensor, cos_N1d: Tensor, sin_N1d: Tensor) -> Tensor:
-    first, second = x_NHd.chunk(2, dim=-1)
-    return x_NHd * cos_N1d + torch.cat((-second, first), dim=-1) * sin_N1d
+    return apply(layer.down, F.silu(gate) * up)[0] + x
 
 
 def _round_up(count: int, grain: int) -> int:
@@ -136,7 +134,7 @@ class LlamaModel:
         self.vocabulary: int = config.vocab_size
         self.max_length: int = config.max_position_embeddings
         self.gradient_checkpointing = False
-        self.shares_prefixes = True
+        self.shares_prefixes = next(hf_model.parameters()).device.type == "cpu"
         self.row_block = 0  # above 0: a sequence's decoding does not depend, to the bit, on what else is decoded
         self._heads: int = config.num_attention_heads
         self._kv_heads: int = config.num_key_value_heads
@@ -146,6 +144,7 @@ class LlamaModel:
         self._head = FusedLinear([base.lm_head])
         self._rotary = base.model.rotary_emb
         self._layers = [_Layer(module) for module in base.model.layers]
+        self._prepacked: Prepacked | None = None
         self._angles_Pd = (torch.empty(0), torch.empty(0))
         self._own_parameters = list(base.parameters())
         self._plain = base is hf_model and self._embedding.weight.dtype in _WIDE
@@ -161,7 +160,8 @@ class LlamaModel:
 
     @torch.no_grad()
     def decode_logits(self, hidden_BD: Tensor) -> Tensor:
-        return self._fused(self._head, _pad_rows(hidden_BD, self.row_block))[0][: hidden_BD.shape[0]]
+        block = self.row_block or (self._prepacked.rows if self._prepacked else 0)
+        return self._fused(self._head, _pad_rows(hidden_BD, block))[0][: hidden_BD.shape[0]]
 
     def weights(self) -> list[Tensor]:
         read: dict[nn.Parameter, Tensor] = {}
@@ -172,7 +172,17 @@ class LlamaModel:
     def copy(self) -> LlamaModel:
         copied = LlamaModel(copy_weights(self._hf_model, self._trained))
         copied.row_block = self.row_block
+        if self._prepacked is not None:
+            copied.pack_weights()
         return copied
+
+    def pack_weights(self) -> None:
+        linears = [self._head, *(linear for layer in self._layers for linear in layer.linears)]
+        self._prepacked = Prepacked(linears)
+
+    def weights_changed(self) -> None:
+        if self._prepacked is not None:
+            self._prepacked.drop()
 
     def new_cache(self) -> LlamaCache:
         return LlamaCache(len(self._layers), self._kv_heads, self._dim, self._embedding.weight.data)
@@ -180,14 +190,15 @@ class LlamaModel:
     @torch.no_grad()
     def prefill(self, cache: LlamaCache, rows: PackedRows, slots: Sequence[int]) -> None:
         if self.row_block and len(slots) > 1:
-            for row, slot in zip(rows.ids_N.split(rows.lengths), slots, strict=True):
-                self.prefill(cache, PackedRows.from_rows([row.tolist()]), [slot])
+            for where, slot in zip(rows.where_T.split(rows.lengths), slots, strict=True):
+                self.prefill(cache, PackedRows.from_rows([rows.ids_N[where].tolist()]), [slot])
             return
-        slots_N = torch.tensor(slots).repeat_interleave(torch.tensor(rows.lengths))
+        slots_T = torch.tensor(slots).repeat_interleave(torch.tensor(rows.lengths))
+        where_T, positions_T = rows.where_T, rows.positions_N[rows.where_T]
 
         def keep(layer: int, k_NHd: Tensor, v_NHd: Tensor) -> None:
-            cache.keys[layer][slots_N, :, rows.positions_N] = k_NHd
-            cache.values[layer][slots_N, :, rows.positions_N] = v_NHd
+            cache.keys[layer][slots_T, :, positions_T] = k_NHd[where_T]
+            cache.values[layer][slots_T, :, positions_T] = v_NHd[where_T]
 
         self._run(rows, keep)
 
@@ -198,14 +209,15 @@ class LlamaModel:
         slots_B = torch.arange(count)
         cos_B1d, sin_B1d = self._angles(lengths_B, max(lengths) + 1)
         spans = self._spans(lengths, lengths_B)
-        x = _pad_rows(self._embedding(ids_B), self.row_block)
+        block = self.row_block or (self._prepacked.rows_for(count) if self._prepacked else 0)
+        x = _pad_rows(self._embedding(ids_B), block)
         for index, layer in enumerate(self._layers):
             q, k, v = self._project(layer, x, cos_B1d, sin_B1d, self._fused)
             keys, values = cache.keys[index], cache.values[index]
             keys[slots_B, :, lengths_B] = k
             values[slots_B, :, lengths_B] = v
             mixed_BD = self._attend_cache(q, keys, values, spans)
-            x = x + self._fused(layer.out, _pad_rows(mixed_BD, self.row_block))[0]
+            x = x + self._fused(layer.out, _pad_rows(mixed_BD, block))[0]
             x = _feed_forward(layer, x, self._fused)
         return _rms_norm(x[:count], self._norm)
 
@@ -265,17 +277,18 @@ class LlamaModel:
         q, k, v = (part[: cos.shape[0]].unflatten(-1, (-1, self._dim)) for part in parts)
         if layer.q_norm is not None:
             q, k = _rms_norm(q, layer.q_norm), _rms_norm(k, layer.k_norm)
-        return _rotate(q, cos, sin), _rotate(k, cos, sin), v
+        return whole.rotate(q, cos, sin), whole.rotate(k, cos, sin), v
 
     def _attend(self, qkv_NHd: Tensor, layout: Layout) -> Tensor:
         """Rotated queries and keys, and values, stacked along the heads; what each token's row lets it see."""
+        if qkv_NHd.device.type == "cpu":
+            return whole.tree_attention(qkv_NHd, layout, self._kv_heads).flatten(1)
         heads = (self._heads, self._kv_heads, self._kv_heads)
         mixed = []
-        for part_RLHd in layout.by_bin(whole.spread(qkv_NHd, layout)):
+        for part_RLHd in layout.by_bin(layout.spread(qkv_NHd)):
             q, k, v = (x.transpose(1, 2) for x in part_RLHd.split(heads, dim=2))
-            out_RHLd = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-            mixed.append(out_RHLd.transpose(1, 2).flatten(2).flatten(0, 1))
-        return whole.collect(mixed[0] if len(mixed) == 1 else torch.cat(mixed), layout)
+            mixed.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2))
+        return layout.collect(mixed).flatten(1)
 
     def _angles(self, positions_N: Tensor, longest: int) -> tuple[Tensor, Tensor]:
         cos_Pd, sin_Pd = self._angles_Pd
@@ -292,7 +305,10 @@ class LlamaModel:
         if len(spans) == 1:
             slots, length, mask = spans[0]
             k, v = keys[slots, :, :length], values[slots, :, :length]
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).flatten(1)
+            if self.row_block:
+                return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).flatten(1)
+            scores = (q * self._dim**-0.5) @ k.transpose(-1, -2)  # faster than the above for so few queries
+            return ((scores if mask is None else scores.add_(mask)).softmax(-1) @ v).flatten(1)
         mixed = torch.empty_like(q)
         for slots, length, mask in spans:
             k, v = keys[:, :, :length].index_select(0, slots), values[:, :, :length].index_select(0, slots)

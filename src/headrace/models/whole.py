@@ -16,7 +16,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from headrace.models.linear import FusedLinear, add_gradient
-from headrace.models.packed import Layout
+from headrace.models.packed import Layout, Stem
 
 
 def embed(embedding: Any, ids_N: Tensor) -> Tensor:
@@ -46,19 +46,29 @@ def chosen_logprobs(
     return _ChosenLogprobs.apply(hidden_MD, head, targets_M, temperatures_M)  # type: ignore[no-any-return]
 
 
-def spread(x_N: Tensor, layout: Layout) -> Tensor:
-    """Tokens to their places in the rows, for attention."""
-    return x_N if layout.plain else _Spread.apply(x_N, layout)  # type: ignore[no-any-return]
-
-
-def collect(x_P: Tensor, layout: Layout) -> Tensor:
-    """What attention found, back at the tokens."""
-    return x_P if layout.plain else _Collect.apply(x_P, layout)  # type: ignore[no-any-return]
+def tree_attention(qkv_NHd: Tensor, layout: Layout, kv_heads: int) -> Tensor:
+    """What each token sees of its own piece and of those that it hangs on; queries, keys and values stacked by head."""
+    return _TreeAttention.apply(qkv_NHd, layout, kv_heads)  # type: ignore[no-any-return]
 
 
 def rotate(x_NHd: Tensor, cos_N1d: Tensor, sin_N1d: Tensor) -> Tensor:
     """Positions turned into angles between the halves of each head."""
     return _Rotate.apply(x_NHd, cos_N1d, sin_N1d)  # type: ignore[no-any-return]
+
+
+def normed(x_ND: Tensor, norm: Any) -> Tensor:
+    """RMS norm, without a gradient for its weight."""
+    return _normed(x_ND, _inverse_rms(x_ND, norm), norm)
+
+
+def turned(x_NHd: Tensor, cos_N1d: Tensor, sin_N1d: Tensor, direction: int = 1) -> Tensor:
+    """`rotate` without a gradient; backwards with direction -1."""
+    half = x_NHd.shape[-1] // 2
+    result = x_NHd * cos_N1d
+    first, second = x_NHd.split(half, dim=-1)
+    result[..., :half].addcmul_(second, sin_N1d[..., :half], value=-direction)
+    result[..., half:].addcmul_(first, sin_N1d[..., half:], value=direction)
+    return result
 
 
 def _inverse_rms(x_ND: Tensor, norm: Any) -> Tensor:
@@ -159,46 +169,81 @@ class _Rotate(Function):
     @staticmethod
     def forward(ctx: Any, x_NHd: Tensor, cos_N1d: Tensor, sin_N1d: Tensor) -> Tensor:
         ctx.save_for_backward(cos_N1d, sin_N1d)
-        return _turned(x_NHd, cos_N1d, sin_N1d, 1)
+        return turned(x_NHd, cos_N1d, sin_N1d)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_NHd: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         cos_N1d, sin_N1d = ctx.saved_tensors
-        return _turned(grad_NHd, cos_N1d, sin_N1d, -1), None, None
+        return turned(grad_NHd, cos_N1d, sin_N1d, -1), None, None
 
 
-def _turned(x_NHd: Tensor, cos_N1d: Tensor, sin_N1d: Tensor, direction: int) -> Tensor:
-    half = x_NHd.shape[-1] // 2
-    turned = x_NHd * cos_N1d
-    first, second = x_NHd.split(half, dim=-1)
-    turned[..., :half].addcmul_(second, sin_N1d[..., :half], value=-direction)
-    turned[..., half:].addcmul_(first, sin_N1d[..., half:], value=direction)
-    return turned
-
-
-class _Spread(Function):
-    @staticmethod
-    def forward(ctx: Any, x_N: Tensor, layout: Layout) -> Tensor:
-        ctx.layout = layout
-        return layout.spread(x_N)
+class _TreeAttention(Function):
+    """Attention by parts: each has the sum of its exponentials, by which they are weighed, and whose total is all that
+    a part needs for its gradient."""
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_P: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return ctx.layout.spread_backward(grad_P), None
-
-
-class _Collect(Function):
-    @staticmethod
-    def forward(ctx: Any, x_P: Tensor, layout: Layout) -> Tensor:
-        ctx.layout = layout
-        return layout.collect(x_P)
+    def forward(ctx: Any, qkv_NHd: Tensor, layout: Layout, kv_heads: int) -> Tensor:
+        outs, sums = [], []
+        for part_RLHd in layout.by_bin(layout.spread(qkv_NHd)):
+            out, total = _flash(*_heads_first(part_RLHd, kv_heads), 0.0, True)
+            outs.append(out.transpose(1, 2))
+            sums.append(total.transpose(1, 2))
+        out_NHd, sum_NH = layout.collect(outs), layout.collect(sums)
+        if layout.stems and not out_NHd.is_contiguous():
+            out_NHd = out_NHd.contiguous()
+        for stem in layout.stems:
+            out, total = _flash(*_stem_inputs(qkv_NHd, stem, kv_heads), 0.0, False)
+            before_QH, more_QH = sum_NH[stem.below], total[0].t()
+            sum_QH = torch.logaddexp(before_QH, more_QH)
+            out_NHd[stem.below].lerp_(out[0].transpose(0, 1), (more_QH - sum_QH).exp_()[..., None])
+            sum_NH[stem.below] = sum_QH
+        ctx.save_for_backward(qkv_NHd, out_NHd, sum_NH)
+        ctx.layout, ctx.kv_heads = layout, kv_heads
+        return out_NHd
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return ctx.layout.collect_backward(grad_N), None
+    def backward(ctx: Any, grad_NHd: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        qkv_NHd, out_NHd, sum_NH = ctx.saved_tensors
+        layout, kv_heads = ctx.layout, ctx.kv_heads
+        given = [layout.by_bin(layout.spread(x)) for x in (qkv_NHd, grad_NHd, out_NHd)]
+        sum_PH = layout.spread(sum_NH)
+        if not layout.plain:  # padding has no share in anything
+            sum_PH.masked_fill_(~layout.real_P[:, None], torch.inf)
+            given[1] = [
+                part.mul_(real[..., None, None])
+                for part, real in zip(given[1], layout.by_bin(layout.real_P), strict=True)
+            ]
+        parts = []
+        for qkv, grad, out, total in zip(*given, layout.by_bin(sum_PH), strict=True):
+            q, k, v = _heads_first(qkv, kv_heads)
+            back = _flash_backward(grad.transpose(1, 2), q, k, v, out.transpose(1, 2), total.transpose(1, 2), 0.0, True)
+            parts.append(torch.cat([x.transpose(1, 2) for x in back], dim=2))
+        back_NHd = layout.collect(parts)
+        heads = out_NHd.shape[1]
+        for stem in layout.stems:
+            grad, out = (x[stem.below].transpose(0, 1)[None] for x in (grad_NHd, out_NHd))
+            inputs = _stem_inputs(qkv_NHd, stem, kv_heads)
+            q, k, v = _flash_backward(grad, *inputs, out, sum_NH[stem.below].t()[None], 0.0, False)
+            back_NHd[stem.below, :heads] += q[0].transpose(0, 1)
+            back_NHd[stem.piece, heads : heads + kv_heads] += k[0].transpose(0, 1)
+            back_NHd[stem.piece, heads + kv_heads :] += v[0].transpose(0, 1)
+        return back_NHd, None, None
+
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def _heads_first(qkv_RLHd: Tensor, kv_heads: int) -> list[Tensor]:
+    heads = qkv_RLHd.shape[2] - 2 * kv_heads
+    return [x.transpose(1, 2) for x in qkv_RLHd.split((heads, kv_heads, kv_heads), dim=2)]
+
+
+def _stem_inputs(qkv_NHd: Tensor, stem: Stem, kv_heads: int) -> list[Tensor]:
+    below, piece = (_heads_first(qkv_NHd[part][None], kv_heads) for part in (stem.below, stem.piece))
+    return [below[0], piece[1], piece[2]]
 
 
 class _ChosenLogprobs(Function):

@@ -42,6 +42,7 @@ from headrace.data.sample import TrainBatch
 from headrace.engine.process import ProcessEngine
 from headrace.engine.torch_engine import TorchEngine
 from headrace.errors import BackendError, ConfigError
+from headrace.memory import keep_freed_memory
 from headrace.metrics import MetricsAggregator
 from headrace.models.catalog import resolve_model
 from headrace.models.causal import build_causal_model
@@ -62,6 +63,7 @@ class LocalBackend:
     def __init__(self, config: RunConfig) -> None:
         if threads := learner_threads(config):
             torch.set_num_threads(threads)
+        keep_freed_memory()
         self._config = config
         self._loss_dtype = wide_dtype(getattr(torch, config.model.dtype))
         torch.manual_seed(config.run.seed)
