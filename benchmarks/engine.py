@@ -38,13 +38,13 @@ import torch
 from roof import read_gbps, stack_seconds, weight_bytes
 from transformers import GenerationConfig
 
+from headrace.backends.local.backend import LocalBackend
 from headrace.config import ModelSection
 from headrace.engine.base import SamplingParams
-from headrace.engine.torch_engine import TorchEngine
 from headrace.errors import HeadraceError
 from headrace.models.catalog import resolve_model
-from headrace.models.causal import build_causal_model
 from headrace.models.load import load_model
+from headrace.runfile import build_config
 
 NEW_TOKENS = 64
 FIRST_REPEATS = 3
@@ -77,7 +77,8 @@ class Engine:
 
     def __init__(self, model: str, max_batch: int) -> None:
         self._runner = asyncio.Runner()
-        self._engine = TorchEngine(build_causal_model(load_model(ModelSection(name=model))), max_batch=max_batch)
+        config = build_config({"model": {"name": model}, "engine": {"max_batch": max_batch}})
+        self._engine = LocalBackend(config).create_engine()
 
     def seconds(self, prompts: Prompts, tokens: int) -> float:
         return self._runner.run(self._generate(prompts, tokens))

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from headrace.models import whole
+from headrace.models.elementwise import normed
 from headrace.models.linear import FusedLinear
 from headrace.models.modules import copy_weights, trained_parameters
 from headrace.models.packed import Layout, PackedRows
@@ -64,7 +65,7 @@ class _Layer:
 
 def _rms_norm(x: Tensor, norm: Any) -> Tensor:
     if x.dtype in _WIDE and not torch.is_grad_enabled():
-        return whole.normed(x, norm)
+        return normed(x, norm)[0]
     return F.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
 
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from headrace.models.linear import FusedLinear, add_gradient
+from headrace.models.elementwise import norm_backward, normed, probabilities, swiglu, swiglu_backward, turned
+from headrace.models.linear import FusedLinear
 from headrace.models.packed import Layout, Stem
 
 
@@ -56,39 +57,6 @@ def rotate(x_NHd: Tensor, cos_N1d: Tensor, sin_N1d: Tensor) -> Tensor:
     return _Rotate.apply(x_NHd, cos_N1d, sin_N1d)  # type: ignore[no-any-return]
 
 
-def normed(x_ND: Tensor, norm: Any) -> Tensor:
-    """RMS norm, without a gradient for its weight."""
-    return _normed(x_ND, _inverse_rms(x_ND, norm), norm)
-
-
-def turned(x_NHd: Tensor, cos_N1d: Tensor, sin_N1d: Tensor, direction: int = 1) -> Tensor:
-    """`rotate` without a gradient; backwards with direction -1."""
-    half = x_NHd.shape[-1] // 2
-    result = x_NHd * cos_N1d
-    first, second = x_NHd.split(half, dim=-1)
-    result[..., :half].addcmul_(second, sin_N1d[..., :half], value=-direction)
-    result[..., half:].addcmul_(first, sin_N1d[..., half:], value=direction)
-    return result
-
-
-def _inverse_rms(x_ND: Tensor, norm: Any) -> Tensor:
-    square_N1 = torch.linalg.vector_norm(x_ND, dim=-1, keepdim=True).square_()
-    return square_N1.div_(x_ND.shape[-1]).add_(norm.variance_epsilon).rsqrt_()
-
-
-def _normed(x_ND: Tensor, inverse_N1: Tensor, norm: Any) -> Tensor:
-    return (x_ND * inverse_N1).mul_(norm.weight)
-
-
-def _norm_backward(grad_ND: Tensor, x_ND: Tensor, inverse_N1: Tensor, norm: Any) -> Tensor:
-    """The gradient of x; that of the norm's weight is added where it belongs. Overwrites `grad_ND`."""
-    unit_ND = x_ND * inverse_N1
-    along_ND = grad_ND * unit_ND
-    add_gradient(norm.weight, along_ND.sum(0))
-    along_N1 = (along_ND @ norm.weight).div_(x_ND.shape[-1])[:, None]
-    return grad_ND.mul_(norm.weight).addcmul_(unit_ND, along_N1, value=-1).mul_(inverse_N1)
-
-
 class _Embed(Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, ids_N: Tensor, padding: int | None) -> Tensor:
@@ -110,17 +78,17 @@ class _Embed(Function):
 class _NormedLinear(Function):
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, norm: Any, linear: FusedLinear) -> Tensor:
-        inverse = _inverse_rms(x_ND, norm)
+        y_ND, inverse = normed(x_ND, norm)
         ctx.save_for_backward(x_ND, inverse)
         ctx.norm, ctx.linear = norm, linear
-        return linear.product(_normed(x_ND, inverse, norm))
+        return linear.product(y_ND)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         x_ND, inverse = ctx.saved_tensors
-        ctx.linear.accumulate(grad_NO, _normed(x_ND, inverse, ctx.norm))
-        return _norm_backward(grad_NO @ ctx.linear.weight, x_ND, inverse, ctx.norm), None, None
+        ctx.linear.accumulate(grad_NO, normed(x_ND, ctx.norm)[0])
+        return norm_backward(grad_NO @ ctx.linear.weight, x_ND, inverse, ctx.norm), None, None
 
 
 class _LinearAdded(Function):
@@ -141,28 +109,21 @@ class _LinearAdded(Function):
 class _FeedForward(Function):
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, norm: Any, gate_up: FusedLinear, down: FusedLinear) -> Tensor:
-        inverse = _inverse_rms(x_ND, norm)
-        wide_N2W = gate_up.product(_normed(x_ND, inverse, norm))
-        gate, up = wide_N2W.chunk(2, dim=-1)
+        y_ND, inverse = normed(x_ND, norm)
+        wide_N2W = gate_up.product(y_ND)
         ctx.save_for_backward(x_ND, inverse, wide_N2W)
         ctx.norm, ctx.gate_up, ctx.down = norm, gate_up, down
-        return down.product(F.silu(gate).mul_(up)).add_(x_ND)
+        return down.product(swiglu(wide_N2W)).add_(x_ND)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
         x_ND, inverse, wide_N2W = ctx.saved_tensors
-        gate, up = wide_N2W.chunk(2, dim=-1)
-        opened = F.silu(gate)
-        ctx.down.accumulate(grad_ND, opened * up)
-        grad_NW = grad_ND @ ctx.down.weight
-        grad_wide = torch.empty_like(wide_N2W)
-        grad_gate, grad_up = grad_wide.chunk(2, dim=-1)
-        torch.mul(grad_NW, opened, out=grad_up)
-        torch.ops.aten.silu_backward.grad_input(grad_NW.mul_(up), gate, grad_input=grad_gate)
-        ctx.gate_up.accumulate(grad_wide, _normed(x_ND, inverse, ctx.norm))
-        back = _norm_backward(grad_wide @ ctx.gate_up.weight, x_ND, inverse, ctx.norm)
-        return back.add_(grad_ND), None, None, None
+        grad_wide, opened_NW = swiglu_backward(grad_ND @ ctx.down.weight, wide_N2W)
+        ctx.down.accumulate(grad_ND, opened_NW)
+        ctx.gate_up.accumulate(grad_wide, normed(x_ND, ctx.norm)[0])
+        back_ND = norm_backward(grad_wide @ ctx.gate_up.weight, x_ND, inverse, ctx.norm)
+        return back_ND.add_(grad_ND), None, None, None
 
 
 class _Rotate(Function):
@@ -253,13 +214,7 @@ class _ChosenLogprobs(Function):
     def forward(
         ctx: Any, hidden_MD: Tensor, head: FusedLinear, targets_M: Tensor, temperatures_M: Tensor
     ) -> tuple[Tensor, Tensor]:
-        logprobs_MV = head.product(hidden_MD)
-        if bool((temperatures_M != 1).any()):
-            logprobs_MV.div_(temperatures_M[:, None])
-        logprobs_MV = torch.log_softmax(logprobs_MV, dim=-1)
-        chosen_M = logprobs_MV.gather(1, targets_M[:, None]).squeeze(1)
-        probs_MV = logprobs_MV.exp()
-        entropy_M = -torch.linalg.vecdot(probs_MV, logprobs_MV)
+        probs_MV, chosen_M, entropy_M = probabilities(head.product(hidden_MD), targets_M, temperatures_M)
         ctx.save_for_backward(hidden_MD, probs_MV, targets_M, temperatures_M)
         ctx.head = head
         ctx.mark_non_differentiable(entropy_M)
