@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from fakes import examples, step
 from headrace.config import AlgorithmSection
 from headrace.data.episode import Trajectory, TrajectoryGroup
+from headrace.data.packing import cut_by_tokens
 from headrace.data.sample import Sample, TrainBatch
 from headrace.pipeline.batcher import grad_scale, pack, to_samples
 
@@ -72,6 +73,76 @@ def test_rows_of_similar_length_share_a_micro_batch() -> None:
 def test_a_row_longer_than_the_budget_stands_alone() -> None:
     rows = [sample([1] * 3), sample([1] * 99), sample([1] * 3)]
     assert pack(rows, algorithm("token_mean"), 8).micro_batches == ((1,), (0, 2))
+
+
+# ---- rows that begin alike ----------------------------------------------------------------------------------------
+
+Rows = list[list[int]]
+
+
+def counted(rows: Rows) -> float:
+    """What rows count in this order: a beginning of 16 tokens or more that the last one has, too, a quarter."""
+    alike = [0] + [
+        next((i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
+        for one, two in pairwise(rows)
+    ]
+    return sum(len(row) - (0.75 * same if same >= 16 else 0) for row, same in zip(rows, alike, strict=True))
+
+
+def conversation(prompt: int, *replies: int) -> Rows:
+    """Rows with the same prompt, which no other conversation has."""
+    return [[prompt] * 20 + [100 * prompt + index] * length for index, length in enumerate(replies)]
+
+
+def test_families_come_together_and_in_their_order() -> None:
+    one, two = conversation(1, 5, 30, 2), conversation(2, 9, 8)
+    rows = [one[0], two[0], one[1], [7] * 40, two[1], one[2]]
+    assert cut_by_tokens(rows, 10_000) == ((0, 2, 5, 3, 1, 4),)  # by the longest row of each
+    assert cut_by_tokens(rows, 70) == ((0, 2, 5), (3, 1), (4,))
+
+
+def test_a_beginning_counts_a_quarter_where_it_is_repeated() -> None:
+    rows = conversation(1, 10, 10, 10, 10)  # 30 tokens, then 15 for each more
+    assert cut_by_tokens(rows, 75) == ((0, 1, 2, 3),)
+    assert cut_by_tokens(rows, 74) == ((0, 1, 2), (3,))
+    assert cut_by_tokens(rows, 44) == ((0,), (1,), (2,), (3,))
+
+
+def test_a_beginning_that_is_too_short_to_share_counts_in_full() -> None:
+    rows = [[5] * 15] * 4
+    assert cut_by_tokens(rows, 30) == ((0, 1), (2, 3))
+    assert cut_by_tokens([[5] * 16] * 4, 30) == ((0, 1, 2, 3),)  # 16 and three times 4
+
+
+@pytest.mark.parametrize(("budget", "count"), [(1, 3), (95, 3), (96, 2), (10_000, 1)])
+def test_pairs_are_not_torn(budget: int, count: int) -> None:
+    chosen, rejected = conversation(1, 3, 9, 4), conversation(2, 30, 1, 2)
+    rows = [row for pair in zip(chosen, rejected, strict=True) for row in pair]
+    cuts = cut_by_tokens(rows, budget, together=2)
+    assert len(cuts) == count
+    assert [i for cut in cuts for i in cut] == list(range(6))
+    assert all(cut[0] % 2 == 0 for cut in cuts)
+
+
+@st.composite
+def families(draw: Any) -> Rows:
+    """Rows of a few conversations, in any order."""
+    lengths = st.lists(st.integers(0, 40), min_size=2, max_size=5)
+    rows = [row for prompt in range(1, draw(st.integers(2, 5))) for row in conversation(prompt, *draw(lengths))]
+    return draw(st.permutations(rows))
+
+
+@examples
+@given(families(), st.integers(1, 200), st.sampled_from([1, 2]))
+def test_what_counts_stays_within_the_budget_and_nothing_is_lost(rows: Rows, budget: int, together: int) -> None:
+    rows = rows[len(rows) % together :]
+    cuts = cut_by_tokens(rows, budget, together)
+    assert sorted(i for cut in cuts for i in cut) == list(range(len(rows)))
+    for cut in cuts:
+        assert all(unit[0] % together == 0 for unit in zip(*[iter(cut)] * together, strict=True))
+        assert len(cut) == together or counted([rows[i] for i in cut]) <= budget
+    prompts = [rows[i][0] for cut in cuts for i in cut[::together]]
+    assert sum(one != two for one, two in pairwise(prompts)) == len(set(prompts)) - 1  # each family in one stretch
 
 
 def test_nothing_to_pack_is_an_empty_batch() -> None:

@@ -87,7 +87,7 @@ def test_the_fast_path_leaves_unusual_options_alone(changes: dict[str, Any]) -> 
 def test_packed_logits_equal_those_of_transformers(family: str) -> None:
     hf_model, rows = tiny.tiny_model(family), tiny.random_rows(*LENGTHS)
     with torch.no_grad():
-        assert_close(packed_logits(build_causal_model(hf_model), rows), reference_logits(hf_model, rows), 1e-5)
+        assert_close(packed_logits(build_causal_model(hf_model), rows), reference_logits(hf_model, rows), 2e-5)
 
 
 @pytest.mark.usefixtures("exact_norms")
@@ -109,9 +109,9 @@ def test_decoding_gives_the_logits_of_the_whole_row(family: str) -> None:
     model, prefilled = build_causal_model(hf_model), [60, 2, 0, 1]
     with torch.no_grad():
         want = [part[start:] for part, start in zip(reference_logits(hf_model, rows), prefilled, strict=True)]
-    assert_close(decoded_logits(model, rows, prefilled), want, 1e-5)
+    assert_close(decoded_logits(model, rows, prefilled), want, 2e-5)
     model.row_block = 8
-    assert_close(decoded_logits(model, rows, prefilled), want, 1e-5)
+    assert_close(decoded_logits(model, rows, prefilled), want, 2e-5)
 
 
 def test_products_of_fixed_shape_do_not_depend_on_longer_neighbours() -> None:
@@ -171,11 +171,11 @@ def test_adapters_work_in_every_forward(family: str, targets: tuple[str, ...]) -
     want = reference_logits(hf_model, plain_rows)
     want_gradients = gradients(hf_model, want)
     got = packed_logits(model, plain_rows)
-    assert_close(got, want, 1e-5)
+    assert_close(got, want, 2e-5)
     assert_same_gradients(gradients(hf_model, got), want_gradients, 1e-4)
     for model.row_block in (0, 8):
         assert_close(
-            decoded_logits(model, plain_rows, [0, 0, 10, 3]), [want[0], want[1], want[2][10:], want[3][3:]], 1e-5
+            decoded_logits(model, plain_rows, [0, 0, 10, 3]), [want[0], want[1], want[2][10:], want[3][3:]], 2e-5
         )
 
 
@@ -197,8 +197,8 @@ def test_the_dropout_of_adapters_acts_where_gradients_are_computed_only(fast_pat
     hf_model.train()
     model = build_causal_model(hf_model, fast_path)
     with torch.no_grad():
-        assert_close(packed_logits(model, rows), want, 1e-5)
-    assert_close(decoded_logits(model, rows, [0, 0, 10, 3]), [want[0], want[1], want[2][10:], want[3][3:]], 1e-5)
+        assert_close(packed_logits(model, rows), want, 2e-5)
+    assert_close(decoded_logits(model, rows, [0, 0, 10, 3]), [want[0], want[1], want[2][10:], want[3][3:]], 2e-5)
     assert (packed_logits(model, rows)[0] - want[0]).abs().max() > 0.01
 
 
@@ -210,7 +210,7 @@ def test_switched_off_adapters_are_off_for_the_learner(fast_path: bool) -> None:
         hf_model = tiny.add_lora(tiny.tiny_model("llama"), *ALL_LINEAR)
         model = build_causal_model(hf_model, fast_path)
         with hf_model.disable_adapter():
-            assert_close(packed_logits(model, rows), want, 1e-5)
+            assert_close(packed_logits(model, rows), want, 2e-5)
 
 
 # ---- the transformers forward -------------------------------------------------------------------------------------
@@ -224,10 +224,10 @@ def test_the_fallback_gives_what_the_model_gives(family: str) -> None:
     want = reference_logits(hf_model, rows)
     want_gradients = gradients(hf_model, want)
     got = packed_logits(model, rows)
-    assert_close(got, want, 1e-5)
+    assert_close(got, want, 2e-5)
     assert_same_gradients(gradients(hf_model, got), want_gradients, 1e-4)
     tails = [part[start:].detach() for part, start in zip(want, prefilled, strict=True)]
-    assert_close(decoded_logits(model, rows, prefilled), tails, 1e-5)
+    assert_close(decoded_logits(model, rows, prefilled), tails, 2e-5)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gemma2", "mamba", "openai_gpt"])
@@ -242,7 +242,7 @@ def test_a_copied_slot_goes_on_from_the_length_that_was_asked_for(family: str) -
         model.prefill(cache, PackedRows.from_rows([row]), [0])
         cache.copy(0, 1, 9)
         logits = model.decode_logits(model.decode(cache, torch.tensor([5, other[9]]), [20, 9]))
-        assert_close(list(logits), [part[-1] for part in reference_logits(hf_model, [[*row, 5], other[:10]])], 1e-5)
+        assert_close(list(logits), [part[-1] for part in reference_logits(hf_model, [[*row, 5], other[:10]])], 2e-5)
 
 
 def test_small_logits_do_not_hide_a_cap() -> None:
@@ -263,7 +263,7 @@ def test_a_loaded_model_has_no_dropout(family: str, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     loaded, rows = load_model(ModelSection(name=str(tmp_path))).train(), tiny.random_rows(*LENGTHS)
     assert covers(loaded) == (family == "llama")
-    assert_close(packed_logits(build_causal_model(loaded), rows), reference_logits(hf_model, rows), 1e-5)
+    assert_close(packed_logits(build_causal_model(loaded), rows), reference_logits(hf_model, rows), 2e-5)
 
 
 def test_a_model_reads_integers_only() -> None:
@@ -294,8 +294,8 @@ def test_chunks_of_logits_change_nothing(family: str, chunk: int) -> None:
     got, entropy = target_logprobs(model, model.hidden(packed), targets_N, temperatures_N, chunk)
     got.exp().sum().backward()
     # transformers rounds norms to float32, so that the model as a whole agrees to that
-    torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
-    torch.testing.assert_close(entropy, want_entropy, atol=1e-5, rtol=0)
+    torch.testing.assert_close(got, want, atol=2e-5, rtol=0)
+    torch.testing.assert_close(entropy, want_entropy, atol=2e-5, rtol=0)
     assert not entropy.requires_grad
     assert_same_gradients({n: p.grad for n, p in hf_model.named_parameters()}, want_gradients, 1e-4)
     with torch.no_grad():
@@ -310,7 +310,7 @@ def assert_decodes_what_it_trains(model: CausalModel) -> list[Tensor]:
     rows = tiny.random_rows(*LENGTHS)
     with torch.no_grad():
         logits = packed_logits(model, rows)
-    assert_close(decoded_logits(model, rows, [0, 0, 9, 3]), [logits[0], logits[1], logits[2][9:], logits[3][3:]], 1e-5)
+    assert_close(decoded_logits(model, rows, [0, 0, 9, 3]), [logits[0], logits[1], logits[2][9:], logits[3][3:]], 2e-5)
     return logits
 
 
@@ -384,9 +384,9 @@ def test_a_state_dict_is_loaded_into_the_shared_buffers() -> None:
     hf_model, other = tiny.tiny_model("qwen2"), tiny.tiny_model("qwen2", seed=1)
     model = build_causal_model(hf_model)
     hf_model.load_state_dict(other.state_dict())
-    assert_close(
-        assert_decodes_what_it_trains(model), packed_logits(build_causal_model(other), tiny.random_rows(*LENGTHS)), 0.0
-    )
+    with torch.no_grad():
+        want = packed_logits(build_causal_model(other), tiny.random_rows(*LENGTHS))
+    assert_close(assert_decodes_what_it_trains(model), want, 0.0)
 
 
 def test_bfloat16_is_safe_where_the_machine_reports_units_that_it_does_not_have() -> None:

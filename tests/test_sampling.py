@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from headrace.engine.base import SamplingParams
-from headrace.engine.sampling import sample_tokens, uniforms
+from headrace.engine.sampling import _inverse_cdf, sample_tokens, uniforms
 from headrace.errors import ConfigError
 
 
@@ -76,6 +76,79 @@ def test_tiny_temperatures_are_nearly_greedy_and_finite() -> None:
 def test_impossible_tokens_are_never_chosen() -> None:
     tokens, _ = choose([float("-inf"), 0.0, float("-inf"), 0.0, float("-inf")], seeds=500)
     assert set(tokens) == {1, 3}
+
+
+# ---- through the cumulative distribution, by blocks of 256 tokens -------------------------------------------------
+
+IMPOSSIBLE = float("-inf")
+LAST = float(np.nextafter(1.0, 0.0))
+SIZES = [1, 2, 97, 255, 256, 257, 512, 1000]
+
+
+def fall_on(logits_V: torch.Tensor, draws: Sequence[float]) -> list[int]:
+    """The tokens that the numbers fall on, which are the same in every type."""
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        logits_BV = logits_V.to(dtype).repeat(len(draws), 1)
+        chosen, total = _inverse_cdf(logits_BV, torch.tensor(draws, dtype=torch.float64))
+        torch.testing.assert_close(total, logits_BV.logsumexp(-1), atol=1e-5, rtol=0)
+        found.append(chosen.tolist())
+    assert found[0] == found[1]
+    return found[0]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_token_has_its_stretch_of_the_numbers(size: int) -> None:
+    logits_V = torch.randn(size, generator=torch.Generator().manual_seed(size)) * 2
+    ends = logits_V.double().softmax(0).cumsum(0).numpy()
+    starts = np.concatenate(([0.0], ends[:-1]))
+    assert fall_on(logits_V, ((starts + ends) / 2).tolist()) == list(range(size))
+    assert fall_on(logits_V, [0.0, LAST]) == [0, size - 1]
+
+
+@pytest.mark.parametrize("size", [97, 256, 600])
+def test_tokens_are_chosen_as_often_as_they_are_likely(size: int) -> None:
+    draws = 40_000
+    logits_V = torch.randn(size, generator=torch.Generator().manual_seed(1))
+    tokens, logprobs = choose(logits_V, seeds=draws)
+    expected = logits_V.double().softmax(0).numpy() * draws
+    chi_square = float((np.square(np.bincount(tokens, minlength=size) - expected) / expected).sum())
+    assert abs(chi_square - (size - 1)) < 4 * np.sqrt(2 * (size - 1))  # four standard deviations
+    np.testing.assert_allclose(logprobs, np.log(expected[tokens] / draws), atol=1e-5)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_what_has_no_probability_is_not_chosen_at_either_end(size: int) -> None:
+    draws = [0.0, 5e-324, 1e-17, 0.25, 0.5, 0.75, 1 - 1e-12, LAST]
+    for possible in {0, size // 2, size - 1}:
+        logits_V = torch.full((size,), IMPOSSIBLE)
+        logits_V[possible] = 3.0
+        assert set(fall_on(logits_V, draws)) == {possible}
+
+
+def test_whole_blocks_without_probability_are_passed_over() -> None:
+    logits_V = torch.full((256 * 5,), IMPOSSIBLE)
+    logits_V[[300, 511, 769]] = torch.tensor([0.5, 0.25, 0.25]).log()
+    assert fall_on(logits_V, [0.0, 0.49, 0.51, 0.74, 0.76, LAST]) == [300, 300, 511, 511, 769, 769]
+
+
+def test_rows_of_a_batch_are_chosen_for_one_by_one() -> None:
+    logits_BV = torch.randn(50, 700, generator=torch.Generator().manual_seed(0)) * 3
+    draws = uniforms(range(50), [3] * 50)
+    together = _inverse_cdf(logits_BV, torch.from_numpy(draws))[0].tolist()
+    assert together == [fall_on(row, [draw])[0] for row, draw in zip(logits_BV, draws.tolist(), strict=True)]
+    assert len(set(together)) > 20
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [97, 256, 300])
+def test_logits_that_are_not_numbers_hurt_their_own_row_only(size: int, dtype: torch.dtype) -> None:
+    logits_BV = torch.zeros(2, size, dtype=dtype)
+    logits_BV[0, 3] = float("nan")
+    params = SamplingParams(temperature=1.0, top_p=1.0, top_k=0)
+    tokens, logprobs, _ = sample_tokens(logits_BV, [params] * 2, [0, 1], [0, 0])
+    assert 0 <= tokens[0] < size and np.isnan(logprobs[0])
+    assert logprobs[1] == pytest.approx(-np.log(size), abs=1e-5)
 
 
 @pytest.mark.parametrize("stop", ["\n\n", ("",), ("a", "")])

@@ -119,6 +119,9 @@ class EngineSection(Section):
     """Longest prompt plus response, in tokens; empty takes the model's own limit."""
     prefill_tokens: int = Field(default=8192, ge=1)
     """Prompt tokens computed at once."""
+    kept_tokens: int = Field(default=16384, ge=0)
+    """Tokens of ended replies whose keys and values are kept for the next turn of their conversations. None are kept
+    before a first prompt goes on from a reply, nor with run.deterministic."""
     pack_weights: bool = True
     """Decode with a second copy of the weights, laid out for the number of sequences, where replies are long enough to
     pay for it: up to a third faster, and as much more memory as the weights take. Not with run.deterministic."""

@@ -31,7 +31,7 @@ def cut_by_tokens(rows: Sequence[Sequence[Any]], budget: int, together: int = 1)
             size = 0.0
             for row in (rows[i] for i in unit):
                 alike = _common(before, row)
-                size += len(row) - alike + _REPEATED * alike
+                size += len(row) - (1 - _REPEATED) * alike * (alike >= _BEGINNING)
                 before = row
             if size > room:
                 batches.append([])

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from headrace.data.packing import cut_by_tokens
+from headrace.engine.kept import KeptCaches
 from headrace.engine.request import Request
 from headrace.engine.sampling import sample_tokens
 from headrace.models.causal import CausalModel
@@ -22,7 +23,9 @@ from headrace.models.packed import PackedRows
 class Lane:
     """Owned by the engine's thread. Only `waiting` and `urgent` are shared with others, under the engine's lock."""
 
-    def __init__(self, model: CausalModel, version: int, max_batch: int, prefill_tokens: int) -> None:
+    def __init__(
+        self, model: CausalModel, version: int, max_batch: int, prefill_tokens: int, kept_tokens: int = 0
+    ) -> None:
         self.model = model
         self.version = version
         self.running: list[Request] = []
@@ -31,6 +34,8 @@ class Lane:
         self._max_batch = max_batch
         self._prefill_tokens = prefill_tokens
         self._cache = model.new_cache()
+        # what was decoded is rounded otherwise than what is prefilled, which fixed shapes are meant to rule out
+        self._kept = KeptCaches(kept_tokens if model.shares_prefixes and not model.row_block else 0)
         self._cached = True  # False: the caches of running sequences are gone, or out of date
 
     @property
@@ -73,12 +78,16 @@ class Lane:
             return []
         self._decode()
         ended = [(request, reason) for request in self.running if (reason := request.finish_reason()) is not None]
+        for slot, request in enumerate(self.running):
+            if request.finish_reason() is not None:
+                self._keep(slot, request)
         for request, _ in ended:  # only now that all have their token: leaving moves a sequence to another slot
             self._leave(request)
         return ended
 
     def load(self, version: int, model: CausalModel | None, recompute: bool) -> None:
         """Go on under new weights: another model's, or those that this one's were changed to."""
+        self._kept.forget()
         self.model.weights_changed()
         self.model, self.version = model or self.model, version
         self.model.weights_changed()
@@ -86,7 +95,8 @@ class Lane:
             self._cached = False
 
     def release(self) -> None:
-        """Give the cache's memory back."""
+        """Give the caches' memory back."""
+        self._kept.forget()
         self._cache.release()
         self._cached = not self.running
 
@@ -111,6 +121,7 @@ class Lane:
     def _prefill(self, joined: Sequence[Request], first_slot: int) -> None:
         owners = {r.prompt: i for i, r in enumerate(self.running[:first_slot]) if r.prefill_version == self.version}
         fresh: list[tuple[int, Request]] = []
+        going_on: list[tuple[int, Request, int]] = []
         copies: list[tuple[int, int, int]] = []
         for slot, request in enumerate(joined, first_slot):
             request.prefill_version = self.version
@@ -118,14 +129,35 @@ class Lane:
                 continue
             owner = owners.setdefault(request.prompt, slot)
             if owner == slot:
-                fresh.append((slot, request))
+                begun, content = self._kept.beginning_of(request.prompt[:-1])
+                if begun:
+                    self._cache.put(slot, begun, content)
+                    going_on.append((slot, request, begun))
+                else:
+                    fresh.append((slot, request))
             else:
                 copies.append((owner, slot, len(request.prompt) - 1))
         if fresh:
             rows = self._packed([request.prompt[:-1] for _, request in fresh])
             self.model.prefill(self._cache, rows, [slot for slot, _ in fresh])
+        self._go_on([new for new in going_on if new[2] < len(new[1].prompt) - 1])
         for owner, slot, length in copies:
             self._cache.copy(owner, slot, length)
+
+    def _go_on(self, requests: Sequence[tuple[int, Request, int]]) -> None:
+        """Prefill what comes after the beginnings that are in the slots already."""
+        if requests:
+            begin = [begun for _, _, begun in requests]
+            rows = PackedRows.from_rows([request.prompt[begun:-1] for _, request, begun in requests], begin=begin)
+            self.model.prefill(self._cache, rows, [slot for slot, _, _ in requests], begin)
+
+    def _keep(self, slot: int, request: Request) -> None:
+        """For the next turn of the same conversation, if all of it was computed under the weights of now."""
+        if request.prefill_version != self.version or any(version != self.version for version in request.versions):
+            return
+        ids = (request.prompt + tuple(request.ids))[: request.cached]
+        if self._kept.ended(ids):
+            self._kept.keep(ids, self._cache.take(slot, len(ids)))
 
     @torch.no_grad()
     def _decode(self) -> None:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.engine.base import SamplingParams
+from headrace.models.elementwise import kernels_for
 
 _NUCLEUS = 512  # candidates for top_p that are looked at first: sorting a whole vocabulary is slow
 _BLOCK = 256
@@ -81,6 +82,9 @@ def _inverse_cdf(scaled_BV: Tensor, uniforms_B: Tensor) -> tuple[Tensor, Tensor]
     First the block of tokens that it falls on, then the token in it: a cumulative sum of the whole vocabulary would
     cost more than all the rest.
     """
+    if kernels := kernels_for(scaled_BV):
+        tokens_B, logprobs_B = kernels.sample(scaled_BV, uniforms_B)
+        return tokens_B, _pick(scaled_BV, tokens_B) - logprobs_B
     batch, size = scaled_BV.shape
     top_B1 = scaled_BV.amax(-1, keepdim=True)
     mass_BV = (scaled_BV - top_B1).exp_()
@@ -96,5 +100,5 @@ def _inverse_cdf(scaled_BV: Tensor, uniforms_B: Tensor) -> tuple[Tensor, Tensor]
     inside_Bb = mass_BKb[torch.arange(batch), block_B1.squeeze(1)].double().cumsum(-1)
     share_B1 = ((draws_B1 - before_B1) / (end_B1 - before_B1)).clamp_(0, 1 - 1e-12)
     token_B1 = torch.searchsorted(inside_Bb, share_B1 * inside_Bb[:, -1:], right=True)
-    tokens_B = (block_B1 * _BLOCK + token_B1).squeeze(1)
+    tokens_B = (block_B1 * _BLOCK + token_B1).squeeze(1).clamp_(max=size - 1)  # of NaN: whoever trains on it says so
     return tokens_B, top_B1.squeeze(1) + ends_BK[:, -1].log().to(scaled_BV.dtype)

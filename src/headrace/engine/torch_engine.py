@@ -55,13 +55,14 @@ class TorchEngine:
         max_batch: int = 128,
         max_model_length: int | None = None,
         prefill_tokens: int = 8192,
+        kept_tokens: int = 0,
         defaults: SamplingParams = DEFAULT_SAMPLING,
         cache_on_publish: Literal["keep", "recompute"] = "keep",
         copy_model: Callable[[CausalModel], CausalModel] = lambda model: model.copy(),
     ) -> None:
         self._eos_ids = frozenset(eos_ids)
         self._detokenize = detokenize
-        self._limits = (max_batch, prefill_tokens)
+        self._limits = (max_batch, prefill_tokens, kept_tokens)
         self._defaults = defaults.filled(DEFAULT_SAMPLING)
         self._recompute = cache_on_publish == "recompute"
         self._copy_model = copy_model

@@ -29,6 +29,7 @@ class EngineOptions:
     max_batch: int = 128
     max_model_length: int | None = None
     prefill_tokens: int = 8192
+    kept_tokens: int = 0
     defaults: SamplingParams = DEFAULT_SAMPLING
     cache_on_publish: Literal["keep", "recompute"] = "keep"
     threads: int = 1

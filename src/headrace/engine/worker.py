@@ -121,6 +121,7 @@ def _new_engine(options: EngineOptions, model: CausalModel) -> TorchEngine:
         max_batch=options.max_batch,
         max_model_length=options.max_model_length,
         prefill_tokens=options.prefill_tokens,
+        kept_tokens=options.kept_tokens,
         defaults=options.defaults,
         cache_on_publish=options.cache_on_publish,
         copy_model=lambda live: live,  # the learner does not write to a buffer that is pinned

@@ -26,6 +26,14 @@ class SlotCache(Protocol):
         """Copy the first `length` positions of one slot to another."""
         ...
 
+    def take(self, slot: int, length: int) -> Any:
+        """A copy of the first `length` positions of a slot."""
+        ...
+
+    def put(self, slot: int, length: int, taken: Any) -> None:
+        """The first `length` positions of what was taken, into a slot."""
+        ...
+
     def release(self) -> None:
         """Give all memory back."""
         ...
@@ -37,7 +45,7 @@ class CausalModel(Protocol):
     vocabulary: int
     max_length: int
     shares_prefixes: bool
-    """Whether rows that begin alike may be packed with what they have in common only once."""
+    """Whether rows that begin alike may be packed with what they have in common only once, and caches gone on from."""
     row_block: int
     """Above 0: decode in products of so many rows, which makes a sequence independent of its neighbours to the bit."""
 
@@ -61,8 +69,8 @@ class CausalModel(Protocol):
         """An empty cache."""
         ...
 
-    def prefill(self, cache: Any, rows: PackedRows, slots: Sequence[int]) -> None:
-        """Fill the slots' caches with the rows."""
+    def prefill(self, cache: Any, rows: PackedRows, slots: Sequence[int], begin: Sequence[int] | None = None) -> None:
+        """Fill the slots' caches with the rows; `begin`: they go on from so many tokens that are there already."""
         ...
 
     def decode(self, cache: Any, ids_B: Tensor, lengths: Sequence[int]) -> Tensor:

@@ -41,6 +41,12 @@ class CacheList:
             kept.crop(length)
         self.slots[target] = Slot(slot.ids[:length], kept)
 
+    def take(self, slot: int, length: int) -> Any:
+        raise NotImplementedError("caches of the transformers forward are not kept")
+
+    def put(self, slot: int, length: int, taken: Any) -> None:
+        raise NotImplementedError("caches of the transformers forward are not kept")
+
     def release(self) -> None:
         self.slots = []
 
@@ -114,7 +120,9 @@ class TransformersModel:
         return CacheList()
 
     @torch.no_grad()
-    def prefill(self, cache: CacheList, rows: PackedRows, slots: Sequence[int]) -> None:
+    def prefill(
+        self, cache: CacheList, rows: PackedRows, slots: Sequence[int], begin: Sequence[int] | None = None
+    ) -> None:
         for slot, row in zip(slots, rows.ids_N.split(rows.lengths), strict=True):
             cache.slots[slot] = Slot()
             self._read(cache.slots[slot], row.tolist())

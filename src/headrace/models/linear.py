@@ -31,24 +31,25 @@ class FusedLinear:
         """Whether all of it is trained, and there is nothing but it: `product` and `accumulate` are then enough."""
         return not self._adapted and all(p.requires_grad for layer in self._plain for p in layer.parameters())
 
-    def apart(self, x_ND: Tensor) -> list[Tensor]:
+    def apart(self, x_ND: Tensor) -> Tensor:
         """The layers one by one: autograd's gradients reach each parameter, and adapters obey peft's switches."""
-        return [layer(x_ND) for layer in self._layers]
+        parts = [layer(x_ND) for layer in self._layers]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
-    def fused(self, x_ND: Tensor, row_block: int = 0) -> list[Tensor]:
-        """One product, without gradients; adapters are on, whatever the learner has switched off for itself."""
+    def fused(self, x_ND: Tensor, row_block: int = 0) -> Tensor:
+        """All outputs end to end, without gradients; adapters are on, even if the learner has switched them off."""
         rows, packed = self._packed
         if packed is not None and x_ND.shape[0] == rows:
             whole = torch.ops.mkl._mkl_linear(x_ND, packed, self.weight, self.bias, rows)
         else:
             whole = linear_by_blocks(x_ND, self.weight, self.bias, row_block)
-        parts = [whole] if len(self.sizes) == 1 else list(whole.split(self.sizes, dim=-1))
+        parts = whole.split(self.sizes, dim=-1)
         for index, layer in self._adapted:
             for name in layer.active_adapters:
                 down, up = layer.lora_A[name].weight, layer.lora_B[name].weight
                 low = linear_by_blocks(x_ND.to(down.dtype), down, None, row_block)  # peft keeps adapters in float32
-                parts[index] += layer.scaling[name] * linear_by_blocks(low, up, None, row_block)
-        return parts
+                parts[index].add_(layer.scaling[name] * linear_by_blocks(low, up, None, row_block))
+        return whole
 
     def pack(self, rows: int) -> None:
         """Let `fused` read a copy of the weight that is laid out for so many rows; 0: the weight itself."""

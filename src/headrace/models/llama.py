@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from headrace.models import whole
-from headrace.models.elementwise import normed
+from headrace.models.elementwise import kernels_for, normed, swiglu, turn_
 from headrace.models.linear import FusedLinear
 from headrace.models.modules import copy_weights, trained_parameters
 from headrace.models.packed import Layout, PackedRows
@@ -46,7 +47,7 @@ def _unwrap(hf_model: Any) -> Any:
     return hf_model.get_base_model() if hasattr(hf_model, "peft_config") else hf_model
 
 
-Apply = Callable[[FusedLinear, Tensor], list[Tensor]]
+Apply = Callable[[FusedLinear, Tensor], Tensor]
 
 
 class _Layer:
@@ -66,7 +67,11 @@ class _Layer:
 def _rms_norm(x: Tensor, norm: Any) -> Tensor:
     if x.dtype in _WIDE and not torch.is_grad_enabled():
         return normed(x, norm)[0]
-    return F.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
+    return _norm_heads(x, norm)
+
+
+def _norm_heads(x_NHd: Tensor, norm: Any) -> Tensor:
+    return F.rms_norm(x_NHd, norm.weight.shape, norm.weight, norm.variance_epsilon)
 
 
 def _pad_rows(x_BD: Tensor, block: int) -> Tensor:
@@ -75,8 +80,16 @@ def _pad_rows(x_BD: Tensor, block: int) -> Tensor:
 
 
 def _feed_forward(layer: _Layer, x: Tensor, apply: Apply) -> Tensor:
-    gate, up = apply(layer.gate_up, _rms_norm(x, layer.norm_2))
-    return apply(layer.down, F.silu(gate) * up)[0] + x
+    wide_N2W = apply(layer.gate_up, _rms_norm(x, layer.norm_2))
+    if not torch.is_grad_enabled():
+        return apply(layer.down, swiglu(wide_N2W)).add_(x)
+    gate, up = wide_N2W.chunk(2, dim=-1)
+    return apply(layer.down, F.silu(gate) * up) + x
+
+
+def _rotate(x_NHd: Tensor, cos_N1d: Tensor, sin_N1d: Tensor) -> Tensor:
+    first, second = x_NHd.chunk(2, dim=-1)
+    return x_NHd * cos_N1d + torch.cat((-second, first), dim=-1) * sin_N1d
 
 
 def _round_up(count: int, grain: int) -> int:
@@ -115,12 +128,23 @@ class LlamaCache:
         for tensor in (*self.keys, *self.values):
             tensor[target, :, :length] = tensor[source, :, :length]
 
+    def before(self, layer: int, wanted: Sequence[tuple[slice, int, int]]) -> list[tuple[slice, Tensor, Tensor]]:
+        """For (tokens, slot, length): the tokens, with the slot's first keys and values."""
+        keys, values = self.keys[layer], self.values[layer]
+        return [(tokens, keys[slot, :, :length], values[slot, :, :length]) for tokens, slot, length in wanted]
+
+    def take(self, slot: int, length: int) -> Any:
+        return [tensor[slot, :, :length].clone() for tensor in (*self.keys, *self.values)]
+
+    def put(self, slot: int, length: int, taken: Any) -> None:
+        for tensor, held in zip((*self.keys, *self.values), taken, strict=True):
+            tensor[slot, :, :length] = held[:, :length]
+
     def release(self) -> None:
         self._slots = self.length = 0
         self.keys, self.values = [], []
 
 
-_Angles = tuple[Tensor, Tensor]
 _Span = tuple[Any, int, Tensor | None]
 """Slots that attend together, over how many positions, and their mask."""
 
@@ -140,6 +164,7 @@ class LlamaModel:
         self._heads: int = config.num_attention_heads
         self._kv_heads: int = config.num_key_value_heads
         self._dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self._stacked = (self._heads, self._kv_heads, self._kv_heads)
         self._embedding = base.model.embed_tokens
         self._norm = base.model.norm
         self._head = FusedLinear([base.lm_head])
@@ -157,12 +182,12 @@ class LlamaModel:
         return self._head if self._as_a_whole() else None
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
-        return self._head.apart(hidden_ND)[0]
+        return self._head.apart(hidden_ND)
 
     @torch.no_grad()
     def decode_logits(self, hidden_BD: Tensor) -> Tensor:
         block = self.row_block or (self._prepacked.rows if self._prepacked else 0)
-        return self._fused(self._head, _pad_rows(hidden_BD, block))[0][: hidden_BD.shape[0]]
+        return self._fused(self._head, _pad_rows(hidden_BD, block))[: hidden_BD.shape[0]]
 
     def weights(self) -> list[Tensor]:
         read: dict[nn.Parameter, Tensor] = {}
@@ -189,7 +214,9 @@ class LlamaModel:
         return LlamaCache(len(self._layers), self._kv_heads, self._dim, self._embedding.weight.data)
 
     @torch.no_grad()
-    def prefill(self, cache: LlamaCache, rows: PackedRows, slots: Sequence[int]) -> None:
+    def prefill(
+        self, cache: LlamaCache, rows: PackedRows, slots: Sequence[int], begin: Sequence[int] | None = None
+    ) -> None:
         if self.row_block and len(slots) > 1:
             for where, slot in zip(rows.where_T.split(rows.lengths), slots, strict=True):
                 self.prefill(cache, PackedRows.from_rows([rows.ids_N[where].tolist()]), [slot])
@@ -201,46 +228,61 @@ class LlamaModel:
             cache.keys[layer][slots_T, :, positions_T] = k_NHd[where_T]
             cache.values[layer][slots_T, :, positions_T] = v_NHd[where_T]
 
-        self._run(rows, keep)
+        past = None
+        if begin is not None:
+            ends = np.cumsum(rows.lengths).tolist()
+            past = [
+                (slice(end - length, end), slot, first)
+                for end, length, slot, first in zip(ends, rows.lengths, slots, begin, strict=True)
+            ]
+        self._run(rows, keep, None if past is None else lambda layer: cache.before(layer, past))
 
     @torch.no_grad()
     def decode(self, cache: LlamaCache, ids_B: Tensor, lengths: Sequence[int]) -> Tensor:
         count = len(lengths)
         lengths_B = torch.tensor(lengths)
-        slots_B = torch.arange(count)
-        cos_B1d, sin_B1d = self._angles(lengths_B, max(lengths) + 1)
-        spans = self._spans(lengths, lengths_B)
+        angles = self._angles(lengths_B, max(lengths) + 1)
         block = self.row_block or (self._prepacked.rows_for(count) if self._prepacked else 0)
         x = _pad_rows(self._embedding(ids_B), block)
+        kernels = kernels_for(x)
+        spans = [] if kernels else self._spans(lengths, lengths_B)
         for index, layer in enumerate(self._layers):
-            q, k, v = self._project(layer, x, cos_B1d, sin_B1d, self._fused)
+            qkv_BHd = self._project(layer, x, self._fused)[:count]
             keys, values = cache.keys[index], cache.values[index]
-            keys[slots_B, :, lengths_B] = k
-            values[slots_B, :, lengths_B] = v
-            mixed_BD = self._attend_cache(q, keys, values, spans)
-            x = x + self._fused(layer.out, _pad_rows(mixed_BD, block))[0]
+            if kernels:
+                cos_Bd, sin_Bd = (angle.squeeze(1) for angle in angles)
+                mixed_BD = kernels.decode_attention(
+                    qkv_BHd.flatten(1), cos_Bd, sin_Bd, keys, values, lengths_B, self._heads, self._kv_heads
+                )
+            else:
+                q, k, v = turn_(qkv_BHd, angles, self._heads + self._kv_heads).split(self._stacked, dim=1)
+                slots_B = torch.arange(count)
+                keys[slots_B, :, lengths_B] = k
+                values[slots_B, :, lengths_B] = v
+                mixed_BD = self._attend_cache(q, keys, values, spans)
+            x = self._fused(layer.out, _pad_rows(mixed_BD, block)).add_(x)
             x = _feed_forward(layer, x, self._fused)
         return _rms_norm(x[:count], self._norm)
 
-    def _run(self, rows: PackedRows, keep: Any = None) -> Tensor:
+    def _run(self, rows: PackedRows, keep: Any = None, past: Any = None) -> Tensor:
         """All layers over packed rows.
 
-        With `keep`, a sampler's prefill: hands over keys and values and stops once the last are known.
+        With `keep`, a sampler's prefill: hands over keys and values and stops once the last are known. `past` gives
+        what a layer's tokens see from before.
         """
-        angles = self._angles(rows.positions_N, max(rows.lengths))
+        angles = self._angles(rows.positions_N, int(rows.positions_N.max()) + 1)
         as_a_whole = keep is None and self._as_a_whole()
         block = self._whole_block if as_a_whole else self._block
         x = whole.embed(self._embedding, rows.ids_N) if as_a_whole else self._embedding(rows.ids_N)
         for index, layer in enumerate(self._layers):
             if keep is not None and index == len(self._layers) - 1:
-                _, k, v = self._project(layer, x, *angles, FusedLinear.fused)
-                keep(index, k, v)
+                self._keep(keep, index, self._project(layer, x, FusedLinear.fused), angles)
                 break
             if self.gradient_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(block, index, x, angles, rows.layout, None, use_reentrant=False)
+                x = checkpoint(block, index, x, angles, rows.layout, use_reentrant=False)
                 assert isinstance(x, Tensor)
             else:
-                x = block(index, x, angles, rows.layout, keep)
+                x = block(index, x, angles, rows.layout, keep, past)
         return x
 
     def _as_a_whole(self) -> bool:
@@ -248,46 +290,56 @@ class LlamaModel:
         trained = all(p.requires_grad for p in self._own_parameters)
         return self._plain and (trained or not torch.is_grad_enabled())
 
-    def _block(self, index: int, x: Tensor, angles: _Angles, layout: Layout, keep: Any) -> Tensor:
+    def _block(
+        self, index: int, x: Tensor, angles: whole.Angles, layout: Layout, keep: Any = None, past: Any = None
+    ) -> Tensor:
         layer = self._layers[index]
         apply = FusedLinear.apart if keep is None else FusedLinear.fused
-        q, k, v = self._project(layer, x, *angles, apply)
-        if keep is not None:
-            keep(index, k, v)
-        x = x + apply(layer.out, self._attend(torch.cat((q, k, v), dim=1), layout))[0]
+        qkv_NHd = self._project(layer, x, apply)
+        if keep is None:
+            mixed_ND = self._attend(qkv_NHd, angles, layout)
+        else:
+            self._keep(keep, index, qkv_NHd, angles)
+            seen = past(index) if past else ()
+            mixed_ND = whole.attention_with_past(qkv_NHd, layout, self._kv_heads, seen).flatten(1)
+        x = x + apply(layer.out, mixed_ND)
         return _feed_forward(layer, x, apply)
 
-    def _whole_block(self, index: int, x: Tensor, angles: _Angles, layout: Layout, _: Any) -> Tensor:
+    def _whole_block(self, index: int, x: Tensor, angles: whole.Angles, layout: Layout, *_: Any) -> Tensor:
         layer = self._layers[index]
-        qkv_NHd = whole.normed_linear(x, layer.norm_1, layer.qkv).unflatten(-1, (-1, self._dim))
-        q, k, v = qkv_NHd.split((self._heads, self._kv_heads, self._kv_heads), dim=1)
-        if layer.q_norm is not None:
-            q, k = _rms_norm(q, layer.q_norm), _rms_norm(k, layer.k_norm)
-        rotated = torch.cat((whole.rotate(q, *angles), whole.rotate(k, *angles), v), dim=1)
-        x = whole.linear_added(x, self._attend(rotated, layout), layer.out)
+        qkv_ND = whole.normed_linear(x, layer.norm_1, layer.qkv)
+        mixed_ND = self._attend(self._by_head(layer, qkv_ND), angles, layout)
+        x = whole.linear_added(x, mixed_ND, layer.out)
         return whole.feed_forward(x, layer.norm_2, layer.gate_up, layer.down)
 
-    def _fused(self, linear: FusedLinear, x_ND: Tensor) -> list[Tensor]:
+    def _keep(self, keep: Any, index: int, qkv_NHd: Tensor, angles: whole.Angles) -> None:
+        _, k, v = turn_(qkv_NHd, angles, self._heads + self._kv_heads).split(self._stacked, dim=1)
+        keep(index, k, v)
+
+    def _fused(self, linear: FusedLinear, x_ND: Tensor) -> Tensor:
         return linear.fused(x_ND, self.row_block)
 
-    def _project(
-        self, layer: _Layer, x_ND: Tensor, cos: Tensor, sin: Tensor, apply: Apply
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [rows that have an angle, heads, head dim], rotated."""
-        parts = apply(layer.qkv, _rms_norm(x_ND, layer.norm_1))
-        q, k, v = (part[: cos.shape[0]].unflatten(-1, (-1, self._dim)) for part in parts)
-        if layer.q_norm is not None:
-            q, k = _rms_norm(q, layer.q_norm), _rms_norm(k, layer.k_norm)
-        return whole.rotate(q, cos, sin), whole.rotate(k, cos, sin), v
+    def _project(self, layer: _Layer, x_ND: Tensor, apply: Apply) -> Tensor:
+        """Queries, keys and values, stacked along the heads."""
+        return self._by_head(layer, apply(layer.qkv, _rms_norm(x_ND, layer.norm_1)))
 
-    def _attend(self, qkv_NHd: Tensor, layout: Layout) -> Tensor:
-        """Rotated queries and keys, and values, stacked along the heads; what each token's row lets it see."""
+    def _by_head(self, layer: _Layer, qkv_ND: Tensor) -> Tensor:
+        qkv_NHd = qkv_ND.unflatten(-1, (-1, self._dim))
+        if layer.q_norm is None:
+            return qkv_NHd
+        q, k, v = qkv_NHd.split(self._stacked, dim=1)
+        q, k = _norm_heads(q, layer.q_norm), _norm_heads(k, layer.k_norm)
+        return torch.cat((q, k, v), dim=1)
+
+    def _attend(self, qkv_NHd: Tensor, angles: whole.Angles, layout: Layout) -> Tensor:
+        """What each token's row lets it see."""
         if qkv_NHd.device.type == "cpu":
-            return whole.tree_attention(qkv_NHd, layout, self._kv_heads).flatten(1)
-        heads = (self._heads, self._kv_heads, self._kv_heads)
+            return whole.tree_attention(qkv_NHd, angles, layout, self._kv_heads).flatten(1)
+        q, k, v = qkv_NHd.split(self._stacked, dim=1)
+        turned_NHd = torch.cat((_rotate(q, *angles), _rotate(k, *angles), v), dim=1)
         mixed = []
-        for part_RLHd in layout.by_bin(layout.spread(qkv_NHd)):
-            q, k, v = (x.transpose(1, 2) for x in part_RLHd.split(heads, dim=2))
+        for part_RLHd in layout.by_bin(layout.spread(turned_NHd)):
+            q, k, v = (x.transpose(1, 2) for x in part_RLHd.split(self._stacked, dim=2))
             mixed.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2))
         return layout.collect(mixed).flatten(1)
 

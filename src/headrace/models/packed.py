@@ -44,9 +44,13 @@ class PackedRows:
 
     @classmethod
     def from_rows(
-        cls, rows: Sequence[Sequence[Any]], share: bool = False, device: torch.device | str = "cpu"
-    ) -> PackedRows:
-        """Pack rows of integer ids; anything else among them cannot be read by a text model."""
+        cls, rows: Sequence[Sequence[Any]], share: bool = False, device: torch.device | str = "cpu",
+        begin: Sequence[int] | None = None,
+    ) -> PackedRows:  # fmt: skip
+        """Pack rows of integer ids; anything else among them cannot be read by a text model.
+
+        `begin` has each row's first position, for rows that go on from something (and share nothing).
+        """
         for row in rows:
             odd = next((token for token in row if not isinstance(token, int)), None)
             if odd is not None:
@@ -54,7 +58,8 @@ class PackedRows:
         if share and len(rows) > 1:
             return _without_repeats([np.asarray(row, dtype=np.int64) for row in rows], device)
         flat = [token for row in rows for token in row]
-        positions = [position for row in rows for position in range(len(row))]
+        firsts = begin or [0] * len(rows)
+        positions = [first + i for row, first in zip(rows, firsts, strict=True) for i in range(len(row))]
         lengths = tuple(len(row) for row in rows)
         return cls(
             torch.tensor(flat, dtype=torch.long, device=device),

@@ -7,6 +7,7 @@ product; the parameters are no inputs of theirs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,9 +16,11 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from headrace.models.elementwise import norm_backward, normed, probabilities, swiglu, swiglu_backward, turned
+from headrace.models.elementwise import norm_backward, normed, probabilities, swiglu, swiglu_backward, turn_
 from headrace.models.linear import FusedLinear
 from headrace.models.packed import Layout, Stem
+
+Angles = tuple[Tensor, Tensor]
 
 
 def embed(embedding: Any, ids_N: Tensor) -> Tensor:
@@ -47,14 +50,12 @@ def chosen_logprobs(
     return _ChosenLogprobs.apply(hidden_MD, head, targets_M, temperatures_M)  # type: ignore[no-any-return]
 
 
-def tree_attention(qkv_NHd: Tensor, layout: Layout, kv_heads: int) -> Tensor:
-    """What each token sees of its own piece and of those that it hangs on; queries, keys and values stacked by head."""
-    return _TreeAttention.apply(qkv_NHd, layout, kv_heads)  # type: ignore[no-any-return]
+def tree_attention(qkv_NHd: Tensor, angles: Angles, layout: Layout, kv_heads: int) -> Tensor:
+    """What each token sees of its own piece and of those that it hangs on.
 
-
-def rotate(x_NHd: Tensor, cos_N1d: Tensor, sin_N1d: Tensor) -> Tensor:
-    """Positions turned into angles between the halves of each head."""
-    return _Rotate.apply(x_NHd, cos_N1d, sin_N1d)  # type: ignore[no-any-return]
+    Queries, keys and values are stacked along the heads; queries and keys are turned by their angles first, in place.
+    """
+    return _TreeAttention.apply(qkv_NHd, angles, layout, kv_heads)  # type: ignore[no-any-return]
 
 
 class _Embed(Function):
@@ -122,21 +123,8 @@ class _FeedForward(Function):
         grad_wide, opened_NW = swiglu_backward(grad_ND @ ctx.down.weight, wide_N2W)
         ctx.down.accumulate(grad_ND, opened_NW)
         ctx.gate_up.accumulate(grad_wide, normed(x_ND, ctx.norm)[0])
-        back_ND = norm_backward(grad_wide @ ctx.gate_up.weight, x_ND, inverse, ctx.norm)
-        return back_ND.add_(grad_ND), None, None, None
-
-
-class _Rotate(Function):
-    @staticmethod
-    def forward(ctx: Any, x_NHd: Tensor, cos_N1d: Tensor, sin_N1d: Tensor) -> Tensor:
-        ctx.save_for_backward(cos_N1d, sin_N1d)
-        return turned(x_NHd, cos_N1d, sin_N1d)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_NHd: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        cos_N1d, sin_N1d = ctx.saved_tensors
-        return turned(grad_NHd, cos_N1d, sin_N1d, -1), None, None
+        back_ND = norm_backward(grad_wide @ ctx.gate_up.weight, x_ND, inverse, ctx.norm, grad_ND)
+        return back_ND, None, None, None
 
 
 class _TreeAttention(Function):
@@ -144,28 +132,16 @@ class _TreeAttention(Function):
     a part needs for its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, qkv_NHd: Tensor, layout: Layout, kv_heads: int) -> Tensor:
-        outs, sums = [], []
-        for part_RLHd in layout.by_bin(layout.spread(qkv_NHd)):
-            out, total = _flash(*_heads_first(part_RLHd, kv_heads), 0.0, True)
-            outs.append(out.transpose(1, 2))
-            sums.append(total.transpose(1, 2))
-        out_NHd, sum_NH = layout.collect(outs), layout.collect(sums)
-        if layout.stems and not out_NHd.is_contiguous():
-            out_NHd = out_NHd.contiguous()
-        for stem in layout.stems:
-            out, total = _flash(*_stem_inputs(qkv_NHd, stem, kv_heads), 0.0, False)
-            before_QH, more_QH = sum_NH[stem.below], total[0].t()
-            sum_QH = torch.logaddexp(before_QH, more_QH)
-            out_NHd[stem.below].lerp_(out[0].transpose(0, 1), (more_QH - sum_QH).exp_()[..., None])
-            sum_NH[stem.below] = sum_QH
+    def forward(ctx: Any, qkv_NHd: Tensor, angles: Angles, layout: Layout, kv_heads: int) -> Tensor:
+        turn_(qkv_NHd, angles, qkv_NHd.shape[1] - kv_heads)
+        out_NHd, sum_NH = _tree_forward(qkv_NHd, layout, kv_heads)
         ctx.save_for_backward(qkv_NHd, out_NHd, sum_NH)
-        ctx.layout, ctx.kv_heads = layout, kv_heads
+        ctx.angles, ctx.layout, ctx.kv_heads = angles, layout, kv_heads
         return out_NHd
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_NHd: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_NHd: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
         qkv_NHd, out_NHd, sum_NH = ctx.saved_tensors
         layout, kv_heads = ctx.layout, ctx.kv_heads
         given = [layout.by_bin(layout.spread(x)) for x in (qkv_NHd, grad_NHd, out_NHd)]
@@ -190,7 +166,39 @@ class _TreeAttention(Function):
             back_NHd[stem.below, :heads] += q[0].transpose(0, 1)
             back_NHd[stem.piece, heads : heads + kv_heads] += k[0].transpose(0, 1)
             back_NHd[stem.piece, heads + kv_heads :] += v[0].transpose(0, 1)
-        return back_NHd, None, None
+        return turn_(back_NHd, ctx.angles, heads + kv_heads, -1), None, None, None
+
+
+def attention_with_past(
+    qkv_NHd: Tensor, layout: Layout, kv_heads: int, past: Sequence[tuple[slice, Tensor, Tensor]]
+) -> Tensor:
+    """`tree_attention` without gradient, where tokens also see keys and values [heads, length, dim] from before."""
+    out_NHd, sum_NH = _tree_forward(qkv_NHd, layout, kv_heads)
+    for tokens, keys, values in past:
+        q = qkv_NHd[tokens, : -2 * kv_heads].transpose(0, 1)[None]
+        _weigh_in(out_NHd, sum_NH, tokens, *_flash(q, keys[None], values[None], 0.0, False))
+    return out_NHd
+
+
+def _tree_forward(qkv_NHd: Tensor, layout: Layout, kv_heads: int) -> tuple[Tensor, Tensor]:
+    outs, sums = [], []
+    for part_RLHd in layout.by_bin(layout.spread(qkv_NHd)):
+        out, total = _flash(*_heads_first(part_RLHd, kv_heads), 0.0, True)
+        outs.append(out.transpose(1, 2))
+        sums.append(total.transpose(1, 2))
+    out_NHd, sum_NH = layout.collect(outs).contiguous(), layout.collect(sums)
+    for stem in layout.stems:
+        seen = _flash(*_stem_inputs(qkv_NHd, stem, kv_heads), 0.0, False)
+        _weigh_in(out_NHd, sum_NH, stem.below, *seen)
+    return out_NHd, sum_NH
+
+
+def _weigh_in(out_NHd: Tensor, sum_NH: Tensor, tokens: slice, more_1HQd: Tensor, sum_1HQ: Tensor) -> None:
+    """Add what the tokens see elsewhere."""
+    more_QH = sum_1HQ[0].t()
+    total_QH = torch.logaddexp(sum_NH[tokens], more_QH)
+    out_NHd[tokens].lerp_(more_1HQd[0].transpose(0, 1), (more_QH - total_QH).exp_()[..., None])
+    sum_NH[tokens] = total_QH
 
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

@@ -32,6 +32,7 @@ def new_engine(
             max_batch=section.max_batch,
             max_model_length=length,
             prefill_tokens=section.prefill_tokens,
+            kept_tokens=section.kept_tokens,
             defaults=defaults,
             cache_on_publish=section.cache_on_publish,
             threads=_engine_threads(config),
@@ -46,6 +47,7 @@ def new_engine(
         max_batch=section.max_batch,
         max_model_length=length,
         prefill_tokens=section.prefill_tokens,
+        kept_tokens=section.kept_tokens,
         defaults=defaults,
         cache_on_publish=section.cache_on_publish,
     )

@@ -9,9 +9,17 @@
 
 #define BLOCK 256    /* tokens whose exponentials are summed in float before they are added up in double */
 #define POSITIONS 64 /* keys and values that attention looks at in one go: they stay in the first-level cache */
-#define LANES 8
+#define LANES 8      /* a head is a multiple of this many floats */
 
 typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+#ifdef __AVX512F__
+#define WIDE 16
+#else
+#define WIDE LANES
+#endif
+
+typedef float wide __attribute__((vector_size(4 * WIDE), aligned(4), may_alias));
 
 #if defined(__clang__) || __GNUC__ >= 12
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
@@ -22,15 +30,15 @@ typedef int32_t order __attribute__((vector_size(4 * LANES)));
 
 static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* e to the x within 2 ulp, in a form that compilers vectorise; 0 for -inf, inf beyond the range, NaN for NaN. */
+/* e to the x within 2 ulp, in a form that compilers vectorise. NaN for NaN and 0 below -87, where floats lose digits;
+ * above 88 it stays at e to the 88, which no caller can tell from infinity. */
 static inline float exponential(float x) {
-    const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to a whole number */
-    x = x < -104.0f ? -104.0f : x;
-    x = x > 89.0f ? 89.0f : x;
-    union { float number; int32_t bits; } rounded = {x * 1.44269504088896341f + magic};
+    const float magic = 12582912.0f + 127.0f; /* adding 1.5 * 2^23 rounds; 127 is the bias of a float's exponent */
+    float bound = x < -87.3f ? -87.3f : x;
+    bound = bound > 88.0f ? 88.0f : bound;
+    union { float number; uint32_t bits; } rounded = {bound * 1.44269504088896341f + magic};
     float whole = rounded.number - magic;
-    int32_t power = rounded.bits - 0x4B400000;
-    float r = x - whole * 0.693359375f;
+    float r = bound - whole * 0.693359375f;
     r = r + whole * 2.12194440e-4f;
     float p = 1.9875691500e-4f;
     p = p * r + 1.3981999507e-3f;
@@ -39,10 +47,8 @@ static inline float exponential(float x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * (r * r) + r + 1.0f;
-    /* in two steps, because 2^power alone may be out of range where the result is not */
-    int32_t half = power >> 1;
-    union { int32_t bits; float number; } first = {(half + 127) << 23}, second = {(power - half + 127) << 23};
-    return p * first.number * second.number;
+    union { uint32_t bits; float number; } power = {rounded.bits << 23};
+    return x < -87.3f ? 0.0f : p * power.number;
 }
 
 static float largest(const float *x, int64_t size) {
@@ -59,7 +65,7 @@ static float largest(const float *x, int64_t size) {
 
 void rms_norm(const float *x, int64_t x_stride, const float *restrict weight, float *out, float *inverse, int64_t rows,
               int64_t size, float eps, int threads) {
-#pragma omp parallel for num_threads(threads) if (rows * size > 32768)
+#pragma omp parallel for num_threads(threads) if (rows > 1 && rows * size > 32768)
     for (int64_t n = 0; n < rows; n++) {
         const float *restrict from = x + n * x_stride;
         float *restrict to = out + n * size;
@@ -93,7 +99,7 @@ void rms_norm_backward(const float *grad, int64_t grad_stride, const float *x, i
                        const float *weight, const float *add, int64_t add_stride, float *grad_x, float *partial,
                        float *restrict grad_weight, int64_t rows, int64_t size, int64_t chunk_rows, int threads) {
     int64_t chunks = (rows + chunk_rows - 1) / chunk_rows;
-#pragma omp parallel for num_threads(threads) if (rows * size > 16384)
+#pragma omp parallel for num_threads(threads) if (chunks > 1 && rows * size > 16384)
     for (int64_t c = 0; c < chunks; c++) {
         float *sum = partial + c * size;
         for (int64_t i = 0; i < size; i++) sum[i] = 0.0f;
@@ -109,7 +115,7 @@ void rms_norm_backward(const float *grad, int64_t grad_stride, const float *x, i
 }
 
 void swiglu(const float *gate_up, int64_t stride, float *out, int64_t rows, int64_t width, int threads) {
-#pragma omp parallel for num_threads(threads) if (rows * width > 8192)
+#pragma omp parallel for num_threads(threads) if (rows > 1 && rows * width > 8192)
     for (int64_t n = 0; n < rows; n++) {
         const float *restrict gate = gate_up + n * stride, *restrict up = gate + width;
         float *restrict to = out + n * width;
@@ -120,7 +126,7 @@ void swiglu(const float *gate_up, int64_t stride, float *out, int64_t rows, int6
 
 void swiglu_backward(const float *grad, int64_t grad_stride, const float *gate_up, int64_t stride, float *grad_gate_up,
                      float *out, int64_t rows, int64_t width, int threads) {
-#pragma omp parallel for num_threads(threads) if (rows * width > 8192)
+#pragma omp parallel for num_threads(threads) if (rows > 1 && rows * width > 8192)
     for (int64_t n = 0; n < rows; n++) {
         const float *restrict gate = gate_up + n * stride, *restrict up = gate + width;
         const float *restrict from = grad + n * grad_stride;
@@ -150,7 +156,7 @@ static inline void rotate(const float *from, const float *restrict cosine, const
 
 void rope(float *x, int64_t stride, const float *cosine, const float *sine, int64_t angle_stride, int64_t rows,
           int64_t heads, int64_t dim, float sign, int threads) {
-#pragma omp parallel for num_threads(threads) if (rows * heads * dim > 32768)
+#pragma omp parallel for num_threads(threads) if (rows > 1 && rows * heads * dim > 32768)
     for (int64_t n = 0; n < rows; n++)
         for (int64_t h = 0; h < heads; h++) {
             float *head = x + n * stride + h * dim;
@@ -171,29 +177,47 @@ static inline lanes sums(const lanes *v) {
            SHUFFLE(fours[0], fours[1], 4, 5, 6, 7, 12, 13, 14, 15);
 }
 
+static inline lanes folded(wide v) {
+    const lanes *parts = (const lanes *)&v;
+    lanes sum = parts[0];
+    if (WIDE > LANES) sum += parts[WIDE / LANES - 1];
+    return sum;
+}
+
 /* scores[t] = query . keys[t]; what follows `count`, up to the next multiple of eight, becomes -inf. */
 static inline void score(const float *query, const float *keys, int64_t count, int64_t dim, float *scores) {
     for (int64_t t = 0; t < count; t += LANES) {
         const float *key[LANES];
+        wide total[LANES] = {{0}};
+        lanes narrow[LANES];
+        int64_t i = 0;
         for (int j = 0; j < LANES; j++) key[j] = keys + smaller(t + j, count - 1) * dim;
-        lanes total[LANES] = {{0}};
-        for (int64_t i = 0; i < dim; i += LANES) {
-            lanes q = *(const lanes *)(query + i);
-            for (int j = 0; j < LANES; j++) total[j] += q * *(const lanes *)(key[j] + i);
+        for (; i + WIDE <= dim; i += WIDE) {
+            wide q = *(const wide *)(query + i);
+            for (int j = 0; j < LANES; j++) total[j] += q * *(const wide *)(key[j] + i);
         }
-        *(lanes *)(scores + t) = sums(total);
+        for (int j = 0; j < LANES; j++) narrow[j] = folded(total[j]);
+        if (i < dim)
+            for (int j = 0; j < LANES; j++) narrow[j] += *(const lanes *)(query + i) * *(const lanes *)(key[j] + i);
+        *(lanes *)(scores + t) = sums(narrow);
     }
     for (int64_t t = count; t % LANES; t++) scores[t] = -INFINITY;
 }
 
-/* out = out * keep + sum over t of shares[t] * values[t], for `wide` vectors of the head. */
+/* out = out * keep + sum over t of shares[t] * values[t], for some `vectors` of the head. */
 static inline __attribute__((always_inline)) void mix(const float *shares, const float *values, int64_t count,
-                                                      int64_t dim, float keep, float *out, const int wide) {
-    lanes total[8];
-    for (int j = 0; j < wide; j++) total[j] = *(lanes *)(out + j * LANES) * keep;
+                                                      int64_t dim, float keep, float *out, const int vectors) {
+    wide total[4];
+    for (int j = 0; j < vectors; j++) total[j] = *(wide *)(out + j * WIDE) * keep;
     for (int64_t t = 0; t < count; t++)
-        for (int j = 0; j < wide; j++) total[j] += shares[t] * *(const lanes *)(values + t * dim + j * LANES);
-    for (int j = 0; j < wide; j++) *(lanes *)(out + j * LANES) = total[j];
+        for (int j = 0; j < vectors; j++) total[j] += shares[t] * *(const wide *)(values + t * dim + j * WIDE);
+    for (int j = 0; j < vectors; j++) *(wide *)(out + j * WIDE) = total[j];
+}
+
+static void mix_narrow(const float *shares, const float *values, int64_t count, int64_t dim, float keep, float *out) {
+    lanes total = *(lanes *)out * keep;
+    for (int64_t t = 0; t < count; t++) total += shares[t] * *(const lanes *)(values + t * dim);
+    *(lanes *)out = total;
 }
 
 /* One query over `count` more positions: `top` and `mass` carry the running maximum and sum of the softmax. */
@@ -214,9 +238,9 @@ static void attend(const float *query, const float *keys, const float *values, i
     *mass = *mass * keep + sum;
     *top = best;
     int64_t i = 0;
-    for (; i + 8 * LANES <= dim; i += 8 * LANES) mix(shares, values + i, count, dim, keep, out + i, 8);
-    for (; i + 4 * LANES <= dim; i += 4 * LANES) mix(shares, values + i, count, dim, keep, out + i, 4);
-    for (; i < dim; i += LANES) mix(shares, values + i, count, dim, keep, out + i, 1);
+    for (; i + 4 * WIDE <= dim; i += 4 * WIDE) mix(shares, values + i, count, dim, keep, out + i, 4);
+    for (; i + WIDE <= dim; i += WIDE) mix(shares, values + i, count, dim, keep, out + i, 1);
+    if (i < dim) mix_narrow(shares, values + i, count, dim, keep, out + i);
 }
 
 /* The new token's query heads that share one key and value head, of one slot. */
@@ -253,7 +277,7 @@ int decode_attention(const float *qkv, int64_t qkv_stride, const float *cosine, 
         work += (lengths[b] + 1) * heads * dim;
     }
     /* dynamic: slots are of different lengths, and each is done by one thread from end to end all the same */
-#pragma omp parallel for num_threads(threads) schedule(dynamic) if (work > 16384)
+#pragma omp parallel for num_threads(threads) schedule(dynamic) if (slots * kv_heads > 1 && work > 16384)
     for (int64_t task = 0; task < slots * kv_heads; task++) {
         int64_t b = task / kv_heads, h = task % kv_heads;
         const float *row = qkv + b * qkv_stride;
@@ -293,7 +317,7 @@ static void chosen_logprob(float *restrict row, int64_t size, int64_t target, fl
 
 void chosen_logprobs(float *logits, int64_t stride, const int64_t *targets, const float *temperatures, float *logprobs,
                      float *entropies, int64_t rows, int64_t size, int threads) {
-#pragma omp parallel for num_threads(threads) if (rows * size > 8192)
+#pragma omp parallel for num_threads(threads) if (rows > 1 && rows * size > 8192)
     for (int64_t n = 0; n < rows; n++)
         chosen_logprob(logits + n * stride, size, targets[n], temperatures[n], logprobs + n, entropies + n);
 }
@@ -334,7 +358,7 @@ static int64_t sample_row(const float *row, int64_t size, double uniform, double
 void sample(const float *logits, int64_t stride, const double *uniforms, double *scratch, int64_t *tokens,
             float *logprobs, int64_t rows, int64_t size, int threads) {
     int64_t blocks = (size + BLOCK - 1) / BLOCK;
-#pragma omp parallel for num_threads(threads) if (rows * size > 8192)
+#pragma omp parallel for num_threads(threads) if (rows > 1 && rows * size > 8192)
     for (int64_t n = 0; n < rows; n++)
         tokens[n] = sample_row(logits + n * stride, size, uniforms[n], scratch + n * blocks, logprobs + n);
 }
