@@ -15,7 +15,7 @@ EXAMPLE = "headrace train examples/countdown.toml"
 
 # The packages of each extra, as in pyproject.toml; a test holds the two together.
 EXTRAS: dict[str, tuple[str, ...]] = {
-    "local": ("jinja2", "peft", "safetensors", "tokenizers", "torch", "transformers"),
+    "local": ("jinja2", "peft", "safetensors", "tokenizers", "torch", "transformers", "xxhash"),
     "gguf": ("gguf",),
     "plot": ("matplotlib",),
     "parquet": ("pyarrow",),
@@ -74,6 +74,10 @@ def _tensor_library(torch: Any, problem: str) -> Iterator[Row]:
         yield "GPU", ", ".join(names)
     else:
         yield "GPU", "none seen; runs use the CPU"
+    from headrace.models import native
+
+    there = native.kernels() is not None
+    yield "native kernels", "there" if there else "none (they need a C compiler); torch's operations are used"
 
 
 def _packages() -> Iterator[Row]:

@@ -51,8 +51,10 @@ def sample_tokens(
         tokens_B = torch.where(greedy_B, logits_BV.argmax(-1), tokens_B)
     logprobs_B = _pick(scaled_BV, tokens_B) - total_B
     model_B = logprobs_B
-    if scaled_BV is not logits_BV:
-        model_B = _pick(logits_BV, tokens_B) - logits_BV.logsumexp(-1)
+    if scaled_BV is not logits_BV:  # a row at temperature 1 has the same bits whatever the others have
+        plain_B = temperatures == 1
+        plain_B[cut] = False
+        model_B = torch.where(plain_B, logprobs_B, _pick(logits_BV, tokens_B) - logits_BV.logsumexp(-1))
     logprobs_B = torch.where(greedy_B, 0.0, logprobs_B)  # a greedy choice is certain
     return tokens_B.tolist(), logprobs_B.tolist(), model_B.tolist()
 
