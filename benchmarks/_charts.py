@@ -1,0 +1,81 @@
+"""The charts of docs/performance.md, from the figures that the benchmarks wrote.
+
+python benchmarks/_charts.py --trl vs_trl.json --engine engine.json --out docs/images
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+OURS, THEIRS = "#1b6ca8", "#b9b9b9"
+
+
+def draw_trl(found: dict[str, Any], path: Path) -> None:
+    """Seconds per step and peak memory of both, per model, TRL's being 1."""
+    figure, axes = plt.subplots(1, 2, figsize=(8, 3.2), layout="constrained")
+    for axis, key, title in zip(
+        axes, ("seconds per step", "peak memory (MB)"), ("time of a step", "peak memory"), strict=True
+    ):
+        for place, figures in enumerate(found.values()):
+            medians = figures["medians"][key]
+            share = medians["Headrace"] / medians["TRL"]
+            axis.bar(place - 0.2, 1, 0.38, color=THEIRS, label=None if place else "TRL")
+            axis.bar(place + 0.2, share, 0.38, color=OURS, label=None if place else "Headrace")
+            axis.annotate(f"{1 / share:.1f}× less", (place + 0.2, share), ha="center", va="bottom", fontsize=9)
+        axis.set_xticks(range(len(found)), list(found))
+        axis.set_title(title, fontsize=10)
+        axis.set_ylabel("TRL = 1")
+    axes[0].legend(frameon=False)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def draw_engine(found: dict[str, Any], path: Path) -> None:
+    """Decoding: tokens/s over the others', and the share of the roof, by batch."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3.2), layout="constrained")
+    batches = [int(batch) for batch in found["batches"]]
+    rows = [at["summary"]["decode"] for at in found["batches"].values()]
+    for name, label in (("dynamic", "transformers, dynamic cache"), ("static", "static cache"), ("vllm", "vLLM")):
+        if all(name in row["times"] for row in rows):
+            left.plot(batches, [row["times"][name][0] for row in rows], "o-", label=label)
+    left.axhline(1, color="#888", lw=0.8)
+    left.set_title("decoding, times as fast as", fontsize=10)
+    left.legend(frameon=False, fontsize=8)
+    for what in ("decode", "prefill"):
+        shares = [at["summary"][what]["share_of_roof"] for at in found["batches"].values()]
+        right.plot(batches, shares, "o-", label=what)
+    right.axhline(0.6, color="#888", lw=0.8, ls="--")
+    right.set_title("share of the machine's roof", fontsize=10)
+    right.legend(frameon=False, fontsize=8)
+    for axis in (left, right):
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(batches, [str(batch) for batch in batches])
+        axis.set_xlabel("batch")
+        axis.set_ylim(bottom=0)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--trl", type=Path, help="figures of vs_trl.py")
+    parser.add_argument("--engine", type=Path, help="figures of engine.py")
+    parser.add_argument("--out", type=Path, default=Path("docs/images"))
+    given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    for source, name, draw in ((given.trl, "vs_trl.png", draw_trl), (given.engine, "engine.png", draw_engine)):
+        if source:
+            draw(json.loads(source.read_text()), given.out / name)
+            print(given.out / name)
+
+
+if __name__ == "__main__":
+    main()
