@@ -72,7 +72,7 @@ def test_packed_weights_give_the_plain_logits(kind: str, count: int) -> None:
     assert_alike(packing, plain, count)  # packed from the first step on
     rows = tiny.random_rows(*[3] * count)
     with torch.no_grad():
-        assert_close(decoded_logits(packing, rows, [0] * count), reference_logits(hf_model, rows), 1e-5)
+        assert_close(decoded_logits(packing, rows, [0] * count), reference_logits(hf_model, rows), 5e-5)
 
 
 @needs_mkl

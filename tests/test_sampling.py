@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -138,6 +139,17 @@ def test_rows_of_a_batch_are_chosen_for_one_by_one() -> None:
     together = _inverse_cdf(logits_BV, torch.from_numpy(draws))[0].tolist()
     assert together == [fall_on(row, [draw])[0] for row, draw in zip(logits_BV, draws.tolist(), strict=True)]
     assert len(set(together)) > 20
+
+
+@pytest.mark.parametrize("size", [97, 2000])
+def test_what_others_ask_for_changes_no_bit_of_a_row(size: int) -> None:
+    logits_BV = torch.randn(100, size, generator=torch.Generator().manual_seed(0)) * 3
+    plain = SamplingParams(temperature=1.0, top_p=1.0, top_k=0)
+    alone = sample_tokens(logits_BV, [plain] * 100, range(100), [0] * 100)
+    for changes in ({"temperature": 0.7}, {"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.5}):
+        other = replace(plain, **changes)
+        found = sample_tokens(logits_BV, [plain, other] * 50, range(100), [0] * 100)
+        assert all(one[::2] == two[::2] for one, two in zip(alone, found, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -131,6 +131,19 @@ def test_each_row_alone_gives_the_same(family: str) -> None:
     assert_same((hidden.detach(), got), (alone, want))
 
 
+def test_padding_has_no_share_even_where_attention_is_beyond_doubt() -> None:
+    """Scores that differ by more than an exponential can hold: what stands in the padding must not be weighed."""
+    hf_model, model = model_of("llama")
+    with torch.no_grad():
+        for layer in hf_model.model.layers:
+            layer.self_attn.q_proj.weight.mul_(1000)
+    rows = tiny.random_rows(30, 29, 25, 22, 20)
+    alone = [run(hf_model, model, [row], share=False)[0] for row in rows]
+    packed = run(hf_model, model, rows, share=False)
+    torch.testing.assert_close(packed[0][:, :-1], torch.cat(alone)[:, :-1], atol=1e-8, rtol=0)
+    assert all(gradient.isfinite().all() for gradient in packed[1].values())
+
+
 @pytest.mark.parametrize("targets", [ALL_LINEAR, ("k_proj", "down_proj")], ids=["all", "some"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_adapters_get_the_same_gradients(family: str, targets: tuple[str, ...]) -> None:

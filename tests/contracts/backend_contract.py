@@ -104,7 +104,7 @@ class BackendContract:
         assert [len(row) for row in found.logprobs] == [sample.trained_tokens for sample in samples]
         for sample, trained, row in zip(samples, found.logprobs, scored, strict=True):
             expected = [value for value, kept in zip(row, sample.loss_mask, strict=True) if kept]
-            assert list(trained) == pytest.approx(expected, abs=self.tolerance)
+            assert list(trained) == pytest.approx(expected, rel=self.tolerance, abs=self.tolerance)
         assert found.metrics.reduce()["tokens/trained"] == sum(sample.trained_tokens for sample in samples)
         await backend.close()
 

@@ -31,12 +31,14 @@ class Prepacked:
 
     def rows_for(self, count: int) -> int:
         """How many rows to decode `count` sequences with; 0: as many as there are, by the plain weights."""
+        if count == 1 or not self._linears:  # a single row is read, not multiplied
+            return 0
         needed = _SMALL if count <= _SMALL else -(-count // _GRAIN) * _GRAIN
         if needed <= self.rows <= max(_WASTE * needed, _SMALL):
             self._waited = 0
             return self.rows
         self._waited += 1
-        if count == 1 or self._waited <= _PATIENCE or not self._linears:  # a single row is read, not multiplied
+        if self._waited <= _PATIENCE:
             return 0
         for linear in self._linears:
             linear.pack(needed)
