@@ -26,6 +26,7 @@ from headrace.models.causal import CausalModel
 from headrace.models.fingerprint import fingerprint
 from headrace.models.logprobs import target_logprobs
 from headrace.models.packed import PackedRows
+from headrace.passing_threads import run_apart
 
 
 def usable_length(model: CausalModel, wanted: int | None) -> int:
@@ -36,6 +37,9 @@ def usable_length(model: CausalModel, wanted: int | None) -> int:
             f"tokens; lower it, or leave it out to take the model's limit"
         )
     return wanted or model.max_length
+
+
+_LINGER_S = 0.01
 
 
 class TorchEngine:
@@ -202,11 +206,22 @@ class TorchEngine:
         pinned = self._pinned  # read once: the engine's thread may take it away
         return [self._live] if pinned is None else [pinned, self._live]
 
-    # ---- the engine's thread --------------------------------------------------------------------------------------
+    # ---- the engine's threads -------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        """Wait for work, and have it done on a thread that ends when there is none for a while."""
+        while self._error is None:
+            with self._wake:
+                while not (self._calls or self._closing or self._decodable()):
+                    self._wake.wait()
+                if self._closing:
+                    break
+            run_apart(self._work)
+        self._fail_everything()
+
+    def _work(self) -> None:
         try:
-            while self._wait_for_work():
+            while self._next_work():
                 started = time.perf_counter()
                 for lane in self._lanes():
                     self._advance(lane)
@@ -214,15 +229,14 @@ class TorchEngine:
                 self._busy_s += time.perf_counter() - started
         except BaseException as error:  # whatever it is, every waiting caller must hear of it
             self._error = error
-        self._fail_everything()
 
-    def _wait_for_work(self) -> bool:
-        """Do queued calls; wait until there is something to decode. False when closing."""
+    def _next_work(self) -> bool:
+        """Do queued calls; whether there is something to decode then. A short while is waited for it."""
         while True:
             with self._wake:
-                while not (self._calls or self._closing or self._decodable()):
-                    self._wake.wait()
-                if self._closing:
+                if not (self._calls or self._closing or self._decodable()):
+                    self._wake.wait(_LINGER_S)
+                if self._closing or not (self._calls or self._decodable()):
                     return False
                 calls, self._calls = self._calls, deque()
             for function, future in calls:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
@@ -51,6 +50,7 @@ from headrace.models.load import load_model, load_tokenizer
 from headrace.models.logprobs import target_logprobs, wide_dtype
 from headrace.models.modules import lay_end_to_end, trained_parameters
 from headrace.models.packed import PackedRows
+from headrace.passing_threads import PassingThread
 from headrace.registry import names, nearest
 
 T = TypeVar("T")
@@ -58,9 +58,13 @@ _ROW_BLOCK = 32
 
 
 class LocalBackend:
-    """Owns model and optimizer; all tensor work runs on one thread of its own."""
+    """Owns model and optimizer; all tensor work runs on one thread of its own at a time."""
 
     def __init__(self, config: RunConfig) -> None:
+        self._worker = PassingThread("headrace-learner")
+        self._worker.submit(lambda: self._build(config)).result()
+
+    def _build(self, config: RunConfig) -> None:
         if threads := learner_threads(config):
             torch.set_num_threads(threads)
         keep_freed_memory()
@@ -85,7 +89,6 @@ class LocalBackend:
         self._reference: FrozenModel | None = None
         self._teacher: Teacher | None = None
         self._copied: State | None = None  # of the last snapshot, whose memory the next one uses
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="headrace-learner")
 
     @staticmethod
     def check(config: RunConfig) -> None:
@@ -145,7 +148,7 @@ class LocalBackend:
         await self._on_worker(lambda: export_folder(folder, self.hf_model, self.tokenizer))
 
     async def close(self) -> None:
-        self._worker.shutdown(wait=True)
+        await asyncio.to_thread(self._worker.join)
 
     def fingerprint(self) -> str:
         """A digest of the policy's trained weights that a change of any of them changes."""
@@ -255,7 +258,7 @@ class LocalBackend:
             self.hf_model.gradient_checkpointing_enable()
 
     async def _on_worker(self, function: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._worker, function)
+        return await asyncio.wrap_future(self._worker.submit(function))
 
 
 def eos_token_ids(hf_model: Any, tokenizer: Any) -> list[int]:
