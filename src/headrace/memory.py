@@ -11,7 +11,9 @@ from pathlib import Path
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8  # of glibc's malloc.h
+# glibc's M_ARENA_MAX, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD and M_TOP_PAD: one heap, which holds all but the largest
+# tensors and is not given back
+_KEEP = ((-8, 1), (-3, 2**25), (-1, 2**31 - 1), (-2, 2**26))
 
 
 @contextmanager
@@ -31,7 +33,7 @@ def keep_freed_memory() -> None:
     """
     with suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL("libc.so.6").mallopt
-        for option, value in ((_M_ARENA_MAX, 1), (_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, 2**31 - 1), (_M_TOP_PAD, 2**26)):
+        for option, value in _KEEP:
             mallopt(option, value)
 
 

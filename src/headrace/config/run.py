@@ -58,7 +58,7 @@ class BackendSection(Section):
 
     name: str = "local"
     """A registered backend."""
-    micro_batch_tokens: int = Field(default=4096, ge=1)
+    micro_batch_tokens: int = Field(default=1536, ge=1)
     """Tokens packed into one forward and backward pass."""
     logits_chunk: int = Field(default=1024, ge=1)
     """Positions whose logits are in memory at once."""
