@@ -74,9 +74,7 @@ def _tensor_library(torch: Any, problem: str) -> Iterator[Row]:
         yield "GPU", ", ".join(names)
     else:
         yield "GPU", "none seen; runs use the CPU"
-    from headrace.models import native
-
-    there = native.kernels() is not None
+    there = importlib.import_module("headrace.models.native").kernels() is not None
     yield "native kernels", "there" if there else "none (they need a C compiler); torch's operations are used"
 
 
