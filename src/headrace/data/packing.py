@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 _BEGINNING = 16  # tokens by which rows are taken to begin alike
-_REPEATED = 0.25  # what a token costs that the row before has at the same place: only attention sees it again
+_REPEATED = 0.25  # of a token that the row before has, too: it costs nothing where beginnings are shared, else all
 
 
 def cut_by_tokens(rows: Sequence[Sequence[Any]], budget: int, together: int = 1) -> tuple[tuple[int, ...], ...]:
