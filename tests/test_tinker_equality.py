@@ -20,5 +20,5 @@ QUICK = [("ppo_clip", False), ("ppo_clip", True), ("cispo", True), ("dpo", False
 async def test_three_steps_end_where_the_local_backend_ends(name: str, one_pass: bool) -> None:
     found = await compare(name, seed=5, one_pass=one_pass)
     assert found["moved"] > 0.01  # or nothing was compared
-    assert found["apart"] < 1e-5
-    assert found["on the way"] < 1e-5
+    assert found["apart"] < 2e-5
+    assert found["on the way"] < 2e-5
