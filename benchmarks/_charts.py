@@ -33,7 +33,7 @@ def draw_trl(found: dict[str, Any], path: Path) -> None:
         axis.set_xticks(range(len(found)), list(found))
         axis.set_title(title, fontsize=10)
         axis.set_ylabel("TRL = 1")
-    axes[0].legend(frameon=False)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
