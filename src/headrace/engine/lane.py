@@ -78,10 +78,8 @@ class Lane:
             return []
         self._decode()
         ended = [(request, reason) for request in self.running if (reason := request.finish_reason()) is not None]
-        for slot, request in enumerate(self.running):
-            if request.finish_reason() is not None:
-                self._keep(slot, request)
         for request, _ in ended:  # only now that all have their token: leaving moves a sequence to another slot
+            self._keep(request)
             self._leave(request)
         return ended
 
@@ -151,13 +149,13 @@ class Lane:
             rows = PackedRows.from_rows([request.prompt[begun:-1] for _, request, begun in requests], begin=begin)
             self.model.prefill(self._cache, rows, [slot for slot, _, _ in requests], begin)
 
-    def _keep(self, slot: int, request: Request) -> None:
+    def _keep(self, request: Request) -> None:
         """For the next turn of the same conversation, if all of it was computed under the weights of now."""
         if request.prefill_version != self.version or any(version != self.version for version in request.versions):
             return
         ids = (request.prompt + tuple(request.ids))[: request.cached]
         if self._kept.ended(ids):
-            self._kept.keep(ids, self._cache.take(slot, len(ids)))
+            self._kept.keep(ids, self._cache.take(self.running.index(request), len(ids)))
 
     @torch.no_grad()
     def _decode(self) -> None:

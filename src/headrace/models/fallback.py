@@ -34,21 +34,25 @@ class CacheList:
         self.slots += [Slot() for _ in range(slots - len(self.slots))]
 
     def copy(self, source: int, target: int, length: int) -> None:
-        slot = self.slots[source]
-        cut = length < len(slot.ids)
-        kept = None if cut and not _can_be_cut(slot.cache) else copy.deepcopy(slot.cache)
-        if cut and kept is not None:
-            kept.crop(length)
-        self.slots[target] = Slot(slot.ids[:length], kept)
+        self.slots[target] = self.take(source, length)
 
-    def take(self, slot: int, length: int) -> Any:
-        raise NotImplementedError("caches of the transformers forward are not kept")
+    def take(self, slot: int, length: int) -> Slot:
+        return _first(self.slots[slot], length)
 
-    def put(self, slot: int, length: int, taken: Any) -> None:
-        raise NotImplementedError("caches of the transformers forward are not kept")
+    def put(self, slot: int, length: int, taken: Slot) -> None:
+        self.slots[slot] = _first(taken, length)  # a copy: it may be put again
 
     def release(self) -> None:
         self.slots = []
+
+
+def _first(slot: Slot, length: int) -> Slot:
+    """A copy of its first tokens."""
+    cut = length < len(slot.ids)
+    kept = None if cut and not _can_be_cut(slot.cache) else copy.deepcopy(slot.cache)
+    if cut and kept is not None:
+        kept.crop(length)
+    return Slot(slot.ids[:length], kept)
 
 
 def _can_be_cut(cache: Any) -> bool:

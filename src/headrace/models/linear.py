@@ -26,11 +26,6 @@ class FusedLinear:
             (i, layer) for i, layer in enumerate(layers) if hasattr(layer, "lora_A")
         ]
 
-    @property
-    def trained_whole(self) -> bool:
-        """Whether all of it is trained, and there is nothing but it: `product` and `accumulate` are then enough."""
-        return not self._adapted and all(p.requires_grad for layer in self._plain for p in layer.parameters())
-
     def apart(self, x_ND: Tensor) -> Tensor:
         """The layers one by one: autograd's gradients reach each parameter, and adapters obey peft's switches."""
         parts = [layer(x_ND) for layer in self._layers]

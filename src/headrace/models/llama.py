@@ -87,11 +87,6 @@ def _feed_forward(layer: _Layer, x: Tensor, apply: Apply) -> Tensor:
     return apply(layer.down, F.silu(gate) * up) + x
 
 
-def _rotate(x_NHd: Tensor, cos_N1d: Tensor, sin_N1d: Tensor) -> Tensor:
-    first, second = x_NHd.chunk(2, dim=-1)
-    return x_NHd * cos_N1d + torch.cat((-second, first), dim=-1) * sin_N1d
-
-
 def _round_up(count: int, grain: int) -> int:
     return -(-count // grain) * grain
 
@@ -159,7 +154,7 @@ class LlamaModel:
         self.vocabulary: int = config.vocab_size
         self.max_length: int = config.max_position_embeddings
         self.gradient_checkpointing = False
-        self.shares_prefixes = next(hf_model.parameters()).device.type == "cpu"
+        self.shares_prefixes = True
         self.row_block = 0  # above 0: a sequence's decoding does not depend, to the bit, on what else is decoded
         self._heads: int = config.num_attention_heads
         self._kv_heads: int = config.num_key_value_heads
@@ -186,7 +181,7 @@ class LlamaModel:
 
     @torch.no_grad()
     def decode_logits(self, hidden_BD: Tensor) -> Tensor:
-        block = self.row_block or (self._prepacked.rows if self._prepacked else 0)
+        block = self.row_block or (self._prepacked.fitting(hidden_BD.shape[0]) if self._prepacked else 0)
         return self._fused(self._head, _pad_rows(hidden_BD, block))[: hidden_BD.shape[0]]
 
     def weights(self) -> list[Tensor]:
@@ -197,7 +192,7 @@ class LlamaModel:
 
     def copy(self) -> LlamaModel:
         copied = LlamaModel(copy_weights(self._hf_model, self._trained))
-        copied.row_block = self.row_block
+        copied.row_block, copied.shares_prefixes = self.row_block, self.shares_prefixes
         if self._prepacked is not None:
             copied.pack_weights()
         return copied
@@ -333,15 +328,7 @@ class LlamaModel:
 
     def _attend(self, qkv_NHd: Tensor, angles: whole.Angles, layout: Layout) -> Tensor:
         """What each token's row lets it see."""
-        if qkv_NHd.device.type == "cpu":
-            return whole.tree_attention(qkv_NHd, angles, layout, self._kv_heads).flatten(1)
-        q, k, v = qkv_NHd.split(self._stacked, dim=1)
-        turned_NHd = torch.cat((_rotate(q, *angles), _rotate(k, *angles), v), dim=1)
-        mixed = []
-        for part_RLHd in layout.by_bin(layout.spread(turned_NHd)):
-            q, k, v = (x.transpose(1, 2) for x in part_RLHd.split(self._stacked, dim=2))
-            mixed.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2))
-        return layout.collect(mixed).flatten(1)
+        return whole.tree_attention(qkv_NHd, angles, layout, self._kv_heads).flatten(1)
 
     def _angles(self, positions_N: Tensor, longest: int) -> tuple[Tensor, Tensor]:
         cos_Pd, sin_Pd = self._angles_Pd

@@ -33,20 +33,28 @@ class Prepacked:
         """How many rows to decode `count` sequences with; 0: as many as there are, by the plain weights."""
         if count == 1 or not self._linears:  # a single row is read, not multiplied
             return 0
-        needed = _SMALL if count <= _SMALL else -(-count // _GRAIN) * _GRAIN
-        if needed <= self.rows <= max(_WASTE * needed, _SMALL):
+        if rows := self.fitting(count):
             self._waited = 0
-            return self.rows
+            return rows
         self._waited += 1
         if self._waited <= _PATIENCE:
             return 0
+        self.rows, self._waited = _needed(count), 0
         for linear in self._linears:
-            linear.pack(needed)
-        self.rows, self._waited = needed, 0
-        return needed
+            linear.pack(self.rows)
+        return self.rows
+
+    def fitting(self, count: int) -> int:
+        """The rows of the layout that there is, if it serves so many sequences; else 0."""
+        needed = _needed(count)
+        return self.rows if count > 1 and needed <= self.rows <= max(_WASTE * needed, _SMALL) else 0
 
     def drop(self) -> None:
         """The weights have changed."""
         for linear in self._linears:
             linear.pack(0)
         self.rows = self._waited = 0
+
+
+def _needed(count: int) -> int:
+    return _SMALL if count <= _SMALL else -(-count // _GRAIN) * _GRAIN
