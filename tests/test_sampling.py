@@ -91,8 +91,9 @@ def fall_on(logits_V: torch.Tensor, draws: Sequence[float]) -> list[int]:
     found = []
     for dtype in (torch.float32, torch.float64):
         logits_BV = logits_V.to(dtype).repeat(len(draws), 1)
-        chosen, total = _inverse_cdf(logits_BV, torch.tensor(draws, dtype=torch.float64))
-        torch.testing.assert_close(total, logits_BV.logsumexp(-1), atol=1e-5, rtol=0)
+        chosen, logprobs = _inverse_cdf(logits_BV, torch.tensor(draws, dtype=torch.float64))
+        wanted = logits_BV.log_softmax(-1).gather(1, chosen[:, None])[:, 0]
+        torch.testing.assert_close(logprobs, wanted, atol=1e-5, rtol=0)
         found.append(chosen.tolist())
     assert found[0] == found[1]
     return found[0]

@@ -23,7 +23,7 @@ FREE = (
 
 UNLESS_DETERMINISTIC = (
     "backend.micro_batch_tokens", "backend.logits_chunk", "backend.share_prefixes", "backend.gradient_checkpointing",
-    "backend.threads", "engine.threads", "engine.kept_tokens", "engine.pack_weights", "trainer.placement",
+    "backend.threads", "engine.threads", "engine.kept_tokens", "trainer.placement",
     "trainer.stream", "trainer.release_cache",
 )  # fmt: skip
 """Settings that change results by rounding, which `run.deterministic` does not allow."""

@@ -151,7 +151,7 @@ class WeightsContract(EngineHarness):
         if pin:
             await soon(engine.pin())
         ended: list[str] = []
-        first = self.asked(engine, 40)
+        first = self.asked(engine, self.long)
         await under_way(engine, 2)
         tasks = {
             **{f"waiting {i}": self.asked(engine, 3, seed=i) for i in range(3)},
@@ -189,14 +189,14 @@ class WeightsContract(EngineHarness):
 
     async def test_who_joins_or_leaves_without_a_cache_disturbs_no_one(self, start: Start) -> None:
         engine = start()
-        alone = await soon(self.asked(engine, 90))
-        doomed, kept = self.asked(engine, self.long, seed=2), self.asked(engine, 90)
+        alone = await soon(self.asked(engine, self.long))
+        doomed, kept = self.asked(engine, self.long, seed=2), self.asked(engine, self.long)
         await submitted(engine, 2)
         await under_way(engine, 20)
         await soon(engine.release_cache())
         doomed.cancel()
         await until(lambda: engine.health().running == 1)
-        joined = self.asked(engine, 90)
+        joined = self.asked(engine, self.long)
         await submitted(engine, 2)
         await engine.resume()
         for made in await soon(asyncio.gather(kept, joined)):
@@ -215,9 +215,9 @@ class WeightsContract(EngineHarness):
 
     async def test_a_restarted_engine_loses_nothing(self, start: Start) -> None:
         engine = start(max_batch=2)
-        alone = [await soon(self.asked(engine, 60, seed)) for seed in range(4)]
+        alone = [await soon(self.asked(engine, self.long, seed)) for seed in range(4)]
         await soon(engine.load_weights(2))
-        tasks = [self.asked(engine, 60, seed) for seed in range(4)]
+        tasks = [self.asked(engine, self.long, seed) for seed in range(4)]
         await submitted(engine, 4)
         await under_way(engine, 10)
         await soon(engine.restart())
@@ -230,9 +230,9 @@ class WeightsContract(EngineHarness):
 
     async def test_a_restart_keeps_what_is_pinned(self, start: Start) -> None:
         engine = start()
-        alone = await soon(self.asked(engine, 60))
+        alone = await soon(self.asked(engine, self.long))
         await soon(engine.pin())
-        task = self.asked(engine, 60, pinned=True)
+        task = self.asked(engine, self.long, pinned=True)
         await under_way(engine, 5)
         await soon(engine.load_weights(1, self.change_weights()))
         await soon(engine.restart())

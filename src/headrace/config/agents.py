@@ -122,9 +122,6 @@ class EngineSection(Section):
     kept_tokens: int = Field(default=16384, ge=0)
     """Tokens of ended replies whose keys and values are kept for the next turn of their conversations. None are kept
     before a first prompt goes on from a reply, nor with run.deterministic."""
-    pack_weights: bool = True
-    """Decode with a second copy of the weights, laid out for the number of sequences, where replies are long enough to
-    pay for it: up to a third faster, and as much more memory as the weights take. Not with run.deterministic."""
     health_every_s: float = Field(default=2.0, gt=0)
     """Seconds between two looks at the engine's health."""
     cache_on_publish: Literal["keep", "recompute"] = "keep"

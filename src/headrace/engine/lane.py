@@ -86,9 +86,7 @@ class Lane:
     def load(self, version: int, model: CausalModel | None, recompute: bool) -> None:
         """Go on under new weights: another model's, or those that this one's were changed to."""
         self._kept.forget()
-        self.model.weights_changed()
         self.model, self.version = model or self.model, version
-        self.model.weights_changed()
         if recompute and self.running:
             self._cached = False
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.engine.base import SamplingParams
-from headrace.models.elementwise import kernels_for
+from headrace.models.native import kernels_for
 
 _NUCLEUS = 512  # candidates for top_p that are looked at first: sorting a whole vocabulary is slow
 _BLOCK = 256
@@ -36,6 +36,11 @@ def sample_tokens(
 ) -> tuple[list[int], list[float], list[float]]:
     """(tokens, log-probabilities under the sampling distribution, log-probabilities at temperature 1)."""
     logits_BV = logits_BV.to(torch.promote_types(logits_BV.dtype, torch.float32))
+    uniforms_B = torch.from_numpy(uniforms(seeds, positions))
+    if all(_plain(p) for p in params):
+        tokens_B, logprobs_B = _inverse_cdf(logits_BV, uniforms_B)
+        logprobs = logprobs_B.tolist()
+        return tokens_B.tolist(), logprobs, logprobs
     temperatures = torch.tensor([p.temperature for p in params])
     greedy_B = temperatures == 0
     scaled_BV = logits_BV
@@ -46,10 +51,9 @@ def sample_tokens(
         scaled_BV = scaled_BV.clone() if scaled_BV is logits_BV else scaled_BV
         for i in cut:
             scaled_BV[i] = _truncate(torch.log_softmax(scaled_BV[i], -1), params[i].top_k or 0, params[i].top_p or 1.0)
-    tokens_B, total_B = _inverse_cdf(scaled_BV, torch.from_numpy(uniforms(seeds, positions)))
+    tokens_B, logprobs_B = _inverse_cdf(scaled_BV, uniforms_B)
     if bool(greedy_B.any()):
         tokens_B = torch.where(greedy_B, logits_BV.argmax(-1), tokens_B)
-    logprobs_B = _pick(scaled_BV, tokens_B) - total_B
     model_B = logprobs_B
     if scaled_BV is not logits_BV:  # a row at temperature 1 has the same bits whatever the others have
         plain_B = temperatures == 1
@@ -57,6 +61,10 @@ def sample_tokens(
         model_B = torch.where(plain_B, logprobs_B, _pick(logits_BV, tokens_B) - logits_BV.logsumexp(-1))
     logprobs_B = torch.where(greedy_B, 0.0, logprobs_B)  # a greedy choice is certain
     return tokens_B.tolist(), logprobs_B.tolist(), model_B.tolist()
+
+
+def _plain(params: SamplingParams) -> bool:
+    return params.temperature == 1 and not params.top_k and params.top_p in (None, 1.0)
 
 
 def _pick(values_BV: Tensor, tokens_B: Tensor) -> Tensor:
@@ -79,14 +87,13 @@ def _truncate(logprobs_V: Tensor, top_k: int, top_p: float) -> Tensor:
 
 
 def _inverse_cdf(scaled_BV: Tensor, uniforms_B: Tensor) -> tuple[Tensor, Tensor]:
-    """(the token that each uniform number falls on, the logarithm of what the exponentials sum to).
+    """(the token that each uniform number falls on, its log-probability).
 
     First the block of tokens that it falls on, then the token in it: a cumulative sum of the whole vocabulary would
     cost more than all the rest.
     """
     if kernels := kernels_for(scaled_BV):
-        tokens_B, logprobs_B = kernels.sample(scaled_BV, uniforms_B)
-        return tokens_B, _pick(scaled_BV, tokens_B) - logprobs_B
+        return kernels.sample(scaled_BV, uniforms_B)
     batch, size = scaled_BV.shape
     top_B1 = scaled_BV.amax(-1, keepdim=True)
     mass_BV = (scaled_BV - top_B1).exp_()
@@ -103,4 +110,5 @@ def _inverse_cdf(scaled_BV: Tensor, uniforms_B: Tensor) -> tuple[Tensor, Tensor]
     share_B1 = ((draws_B1 - before_B1) / (end_B1 - before_B1)).clamp_(0, 1 - 1e-12)
     token_B1 = torch.searchsorted(inside_Bb, share_B1 * inside_Bb[:, -1:], right=True)
     tokens_B = (block_B1 * _BLOCK + token_B1).squeeze(1).clamp_(max=size - 1)  # of NaN: whoever trains on it says so
-    return tokens_B, top_B1.squeeze(1) + ends_BK[:, -1].log().to(scaled_BV.dtype)
+    total_B = top_B1.squeeze(1) + ends_BK[:, -1].log().to(scaled_BV.dtype)
+    return tokens_B, _pick(scaled_BV, tokens_B) - total_B

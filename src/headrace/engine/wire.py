@@ -25,7 +25,6 @@ class EngineOptions:
     model: ModelSection
     eos_ids: tuple[int, ...] = ()
     row_block: int = 0
-    pack_weights: bool = False
     max_batch: int = 128
     max_model_length: int | None = None
     prefill_tokens: int = 8192

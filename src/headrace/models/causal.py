@@ -81,14 +81,6 @@ class CausalModel(Protocol):
         """What decoding really reads for each trained parameter."""
         ...
 
-    def pack_weights(self) -> None:
-        """From now on, decode with a second copy of the weights where that is faster."""
-        ...
-
-    def weights_changed(self) -> None:
-        """The weights are no longer those that were decoded with before."""
-        ...
-
     def copy(self) -> CausalModel:
         """The same model with its own copy of the trained weights, for sampling; what never changes is shared."""
         ...

@@ -8,13 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.models import native
 from headrace.models.linear import add_gradient
-
-
-def kernels_for(x: Tensor) -> native.Kernels | None:
-    """Native kernels, if there are any for such tensors."""
-    return native.kernels() if x.dtype == torch.float32 and x.device.type == "cpu" else None
+from headrace.models.native import kernels_for
 
 
 def normed(x_ND: Tensor, norm: Any) -> tuple[Tensor, Tensor]:

@@ -109,12 +109,6 @@ class TransformersModel:
     def weights(self) -> list[Tensor]:
         return [parameter.data for parameter in self._trained]
 
-    def pack_weights(self) -> None:
-        """The transformers forward has no use for it."""
-
-    def weights_changed(self) -> None:
-        """Nothing is kept of them."""
-
     def copy(self) -> TransformersModel:
         copied = TransformersModel(copy_weights(self._twin, self._trained))
         copied.row_block = self.row_block

@@ -10,6 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from headrace.models.native import kernels_for
+
+_FEW = 128  # rows up to which the native product is faster
+_LEAST = 3  # outputs that it needs
+
 
 class FusedLinear:
     """Several linear layers that read the same input; one output each."""
@@ -21,7 +26,6 @@ class FusedLinear:
         self.sizes = [layer.out_features for layer in plain]
         self.weight = _share(plain, "weight")
         self.bias = _share(plain, "bias") if plain[0].bias is not None else None
-        self._packed: tuple[int, Tensor | None] = (0, None)
         self._adapted: list[tuple[int, Any]] = [
             (i, layer) for i, layer in enumerate(layers) if hasattr(layer, "lora_A")
         ]
@@ -33,9 +37,9 @@ class FusedLinear:
 
     def fused(self, x_ND: Tensor, row_block: int = 0) -> Tensor:
         """All outputs end to end, without gradients; adapters are on, even if the learner has switched them off."""
-        rows, packed = self._packed
-        if packed is not None and x_ND.shape[0] == rows:
-            whole = torch.ops.mkl._mkl_linear(x_ND, packed, self.weight, self.bias, rows)
+        kernels = kernels_for(x_ND) if x_ND.shape[0] <= _FEW and self.weight.shape[0] >= _LEAST else None
+        if kernels is not None:
+            whole = kernels.few_rows(x_ND.contiguous(), self.weight, self.bias)
         else:
             whole = linear_by_blocks(x_ND, self.weight, self.bias, row_block)
         parts = whole.split(self.sizes, dim=-1)
@@ -45,12 +49,6 @@ class FusedLinear:
                 low = linear_by_blocks(x_ND.to(down.dtype), down, None, row_block)  # peft keeps adapters in float32
                 parts[index].add_(layer.scaling[name] * linear_by_blocks(low, up, None, row_block))
         return whole
-
-    def pack(self, rows: int) -> None:
-        """Let `fused` read a copy of the weight that is laid out for so many rows; 0: the weight itself."""
-        self._packed = (0, None)  # gives the memory back first
-        if rows:
-            self._packed = (rows, torch.ops.mkl._mkl_reorder_linear_weight(self.weight.detach(), rows))
 
     def product(self, x_ND: Tensor) -> Tensor:
         """All outputs end to end, without gradients or adapters."""

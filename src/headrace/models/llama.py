@@ -8,6 +8,7 @@ by the whole buffer, training adapters by the parts, and nothing is ever copied 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from headrace.models import whole
-from headrace.models.elementwise import kernels_for, normed, swiglu, turn_
+from headrace.models.elementwise import normed, swiglu, turn_
 from headrace.models.linear import FusedLinear
 from headrace.models.modules import copy_weights, trained_parameters
+from headrace.models.native import kernels_for
+from headrace.models.native.decoder import Decoder, fits
 from headrace.models.packed import Layout, PackedRows
-from headrace.models.prepacked import Prepacked
 
 _FAMILY = {"llama", "qwen2", "qwen3", "mistral"}
 _STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
@@ -165,7 +167,6 @@ class LlamaModel:
         self._head = FusedLinear([base.lm_head])
         self._rotary = base.model.rotary_emb
         self._layers = [_Layer(module) for module in base.model.layers]
-        self._prepacked: Prepacked | None = None
         self._angles_Pd = (torch.empty(0), torch.empty(0))
         self._own_parameters = list(base.parameters())
         self._plain = base is hf_model and self._embedding.weight.dtype in _WIDE
@@ -181,8 +182,7 @@ class LlamaModel:
 
     @torch.no_grad()
     def decode_logits(self, hidden_BD: Tensor) -> Tensor:
-        block = self.row_block or (self._prepacked.fitting(hidden_BD.shape[0]) if self._prepacked else 0)
-        return self._fused(self._head, _pad_rows(hidden_BD, block))[: hidden_BD.shape[0]]
+        return self._fused(self._head, _pad_rows(hidden_BD, self.row_block))[: hidden_BD.shape[0]]
 
     def weights(self) -> list[Tensor]:
         read: dict[nn.Parameter, Tensor] = {}
@@ -193,17 +193,7 @@ class LlamaModel:
     def copy(self) -> LlamaModel:
         copied = LlamaModel(copy_weights(self._hf_model, self._trained))
         copied.row_block, copied.shares_prefixes = self.row_block, self.shares_prefixes
-        if self._prepacked is not None:
-            copied.pack_weights()
         return copied
-
-    def pack_weights(self) -> None:
-        linears = [self._head, *(linear for layer in self._layers for linear in layer.linears)]
-        self._prepacked = Prepacked(linears)
-
-    def weights_changed(self) -> None:
-        if self._prepacked is not None:
-            self._prepacked.drop()
 
     def new_cache(self) -> LlamaCache:
         return LlamaCache(len(self._layers), self._kv_heads, self._dim, self._embedding.weight.data)
@@ -236,8 +226,10 @@ class LlamaModel:
     def decode(self, cache: LlamaCache, ids_B: Tensor, lengths: Sequence[int]) -> Tensor:
         count = len(lengths)
         lengths_B = torch.tensor(lengths)
+        if decoder := self._decoder:
+            return decoder.decode(ids_B, lengths_B, self._angle_table(max(lengths) + 1), cache.keys, cache.values)
         angles = self._angles(lengths_B, max(lengths) + 1)
-        block = self.row_block or (self._prepacked.rows_for(count) if self._prepacked else 0)
+        block = self.row_block
         x = _pad_rows(self._embedding(ids_B), block)
         kernels = kernels_for(x)
         spans = [] if kernels else self._spans(lengths, lengths_B)
@@ -330,13 +322,26 @@ class LlamaModel:
         """What each token's row lets it see."""
         return whole.tree_attention(qkv_NHd, angles, layout, self._kv_heads).flatten(1)
 
+    @cached_property
+    def _decoder(self) -> Decoder | None:
+        """All of a decoding step in one native call, where that is to be had."""
+        weight = self._embedding.weight
+        kernels = kernels_for(weight)
+        if kernels is None or not self._plain or not fits(self._layers, self._dim):
+            return None
+        return Decoder(kernels, self._layers, self._heads, self._kv_heads, self._dim, weight, self._norm)
+
     def _angles(self, positions_N: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+        cos_Pd, sin_Pd = self._angle_table(longest)
+        return cos_Pd[positions_N].unsqueeze(1), sin_Pd[positions_N].unsqueeze(1)
+
+    def _angle_table(self, longest: int) -> tuple[Tensor, Tensor]:
         cos_Pd, sin_Pd = self._angles_Pd
         if longest > cos_Pd.shape[0]:
             weight = self._embedding.weight
             cos_1Pd, sin_1Pd = self._rotary(weight, torch.arange(_round_up(longest, 512), device=weight.device)[None])
             cos_Pd, sin_Pd = self._angles_Pd = cos_1Pd[0], sin_1Pd[0]  # a pair: two threads may be here at once
-        return cos_Pd[positions_N].unsqueeze(1), sin_Pd[positions_N].unsqueeze(1)
+        return cos_Pd, sin_Pd
 
     def _attend_cache(self, q_BHd: Tensor, keys: Tensor, values: Tensor, spans: Sequence[_Span]) -> Tensor:
         """One query position per slot against what the slot's cache holds."""

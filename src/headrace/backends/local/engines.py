@@ -28,7 +28,6 @@ def new_engine(
             model=config.model,
             eos_ids=tuple(eos_ids),
             row_block=model.row_block,
-            pack_weights=section.pack_weights and not model.row_block,
             max_batch=section.max_batch,
             max_model_length=length,
             prefill_tokens=section.prefill_tokens,
@@ -38,8 +37,6 @@ def new_engine(
             threads=_engine_threads(config),
         )
         return ProcessEngine(hf_model, options)
-    if section.pack_weights and not model.row_block:
-        model.pack_weights()
     return TorchEngine(
         model,
         eos_ids=eos_ids,

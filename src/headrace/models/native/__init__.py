@@ -19,6 +19,7 @@ from headrace.models.native.build import BuildError, load_library
 _log = logging.getLogger(__name__)
 _SCRATCH_CHUNKS = 32
 _VOCABULARY_BLOCK = 256
+_MOST_LANES = 16
 
 _P, _I, _F, _T = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _ARGUMENTS = {
@@ -30,7 +31,11 @@ _ARGUMENTS = {
     "decode_attention": (_P, _I, _P, _P, _I, _P, _P, _P, _P, _I, _I, _I, _I, _I, _T),
     "chosen_logprobs": (_P, _I, _P, _P, _P, _P, _I, _I, _T),
     "sample": (_P, _I, _P, _P, _P, _P, _I, _I, _T),
+    "few_rows": (_P, _P, _I, _I, _P, _P, _I, _P, _T),
+    "decode_scratch": (_P, _I, _T),
+    "decode": (_P, _P, _P, _P, _P, _P, _P, _I, _I, _P, _P, _T),
 }
+_RETURNS = {"decode_attention": _T, "decode": _T, "decode_scratch": _I}
 
 
 @functools.cache
@@ -46,6 +51,11 @@ def kernels() -> Kernels | None:
         return None
 
 
+def kernels_for(x: Tensor) -> Kernels | None:
+    """The kernels, if there are any for such tensors."""
+    return kernels() if x.dtype == torch.float32 and x.device.type == "cpu" else None
+
+
 class Kernels:
     """One method for each kernel. Shapes are in the names, as everywhere: N rows, D features, W the MLP's width."""
 
@@ -53,7 +63,7 @@ class Kernels:
         for name, arguments in _ARGUMENTS.items():
             function = getattr(library, name)
             function.argtypes = arguments
-            function.restype = ctypes.c_int if name == "decode_attention" else None
+            function.restype = _RETURNS.get(name)
         self._rms_norm = library.rms_norm
         self._rms_norm_backward = library.rms_norm_backward
         self._swiglu = library.swiglu
@@ -62,6 +72,8 @@ class Kernels:
         self._decode_attention = library.decode_attention
         self._chosen_logprobs = library.chosen_logprobs
         self._sample = library.sample
+        self._few_rows = library.few_rows
+        self.decode, self.decode_scratch = library.decode, library.decode_scratch
 
     def rms_norm(self, x_ND: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """(the normalised rows times the weight, what each row was multiplied by)."""
@@ -189,6 +201,19 @@ class Kernels:
             tokens_B.data_ptr(), logprob_B.data_ptr(), rows, size, torch.get_num_threads(),
         )  # fmt: skip
         return tokens_B, logprob_B
+
+    def few_rows(self, x_ND: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Tensor:
+        """A linear layer on few rows: reads the weight once, and rounds a row the same whatever the others are."""
+        assert _rows(x_ND) and x_ND.is_contiguous() and _rows(weight_OD) and weight_OD.is_contiguous()
+        (rows, inputs), outputs, threads = x_ND.shape, weight_OD.shape[0], torch.get_num_threads()
+        assert weight_OD.shape[1] == inputs and outputs >= 3
+        out_NO = torch.empty(rows, outputs, dtype=torch.float32)
+        scratch = torch.empty(threads * inputs * (rows + _MOST_LANES), dtype=torch.float32)
+        self._few_rows(
+            weight_OD.data_ptr(), None if bias_O is None else bias_O.data_ptr(), outputs, inputs, x_ND.data_ptr(),
+            out_NO.data_ptr(), rows, scratch.data_ptr(), threads,
+        )  # fmt: skip
+        return out_NO
 
 
 def _rows(x: Tensor) -> bool:

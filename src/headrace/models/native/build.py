@@ -15,7 +15,9 @@ import torch
 
 from headrace.models.catalog import cache_dir
 
-SOURCE = Path(__file__).with_name("kernels.c")
+_HERE = Path(__file__).parent
+SOURCES = (_HERE / "kernels.c", _HERE / "decoder.c")
+_HEADER = _HERE / "kernels.h"
 _FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fPIC")
 _TIME_LIMIT_S = 60.0
 
@@ -60,17 +62,19 @@ def _compiler() -> str:
 def _library(compiler: str, openmp: bool) -> Path:
     flags = [*_FLAGS, "-fopenmp" if openmp else "-fopenmp-simd"]
     version = _run(compiler, "--version")
-    parts = (SOURCE.read_text(), compiler, version, " ".join(flags), _processor())
+    parts = (*(path.read_text() for path in (*SOURCES, _HEADER)), compiler, version, " ".join(flags), _processor())
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     library = cache_dir() / "native" / f"kernels-{digest}.so"
     if library.exists():
         return library
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".build-", dir=library.parent) as scratch:
-        compiled, linked = Path(scratch) / "kernels.o", Path(scratch) / "kernels.so"
-        _run(compiler, *flags, "-c", str(SOURCE), "-o", str(compiled))
+        linked = Path(scratch) / "kernels.so"
+        compiled = [Path(scratch) / f"{source.stem}.o" for source in SOURCES]
+        for source, target in zip(SOURCES, compiled, strict=True):
+            _run(compiler, *flags, "-c", str(source), "-o", str(target))
         # linked without -fopenmp, or the system's OpenMP runtime would be loaded beside torch's
-        _run(compiler, "-shared", str(compiled), "-o", str(linked), "-lm")
+        _run(compiler, "-shared", *map(str, compiled), "-o", str(linked), "-lm")
         os.replace(linked, library)  # whole or not at all, however many processes build at once
     return library
 

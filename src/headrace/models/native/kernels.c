@@ -4,22 +4,12 @@
  * or on what else is in the batch. Strides count floats. No header of torch is needed: the caller passes pointers.
  */
 
+#include "kernels.h"
+
 #include <math.h>
-#include <stdint.h>
 
 #define BLOCK 256    /* tokens whose exponentials are summed in float before they are added up in double */
 #define POSITIONS 64 /* keys and values that attention looks at in one go: they stay in the first-level cache */
-#define LANES 8      /* a head is a multiple of this many floats */
-
-typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-
-#ifdef __AVX512F__
-#define WIDE 16
-#else
-#define WIDE LANES
-#endif
-
-typedef float wide __attribute__((vector_size(4 * WIDE), aligned(4), may_alias));
 
 #if defined(__clang__) || __GNUC__ >= 12
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
@@ -27,29 +17,6 @@ typedef float wide __attribute__((vector_size(4 * WIDE), aligned(4), may_alias))
 typedef int32_t order __attribute__((vector_size(4 * LANES)));
 #define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (order){__VA_ARGS__})
 #endif
-
-static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-
-/* e to the x within 2 ulp, in a form that compilers vectorise. NaN for NaN and 0 below -87, where floats lose digits;
- * above 88 it stays at e to the 88, which no caller can tell from infinity. */
-static inline float exponential(float x) {
-    const float magic = 12582912.0f + 127.0f; /* adding 1.5 * 2^23 rounds; 127 is the bias of a float's exponent */
-    float bound = x < -87.3f ? -87.3f : x;
-    bound = bound > 88.0f ? 88.0f : bound;
-    union { float number; uint32_t bits; } rounded = {bound * 1.44269504088896341f + magic};
-    float whole = rounded.number - magic;
-    float r = bound - whole * 0.693359375f;
-    r = r + whole * 2.12194440e-4f;
-    float p = 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * (r * r) + r + 1.0f;
-    union { uint32_t bits; float number; } power = {rounded.bits << 23};
-    return x < -87.3f ? 0.0f : p * power.number;
-}
 
 static float largest(const float *x, int64_t size) {
     float best[16];
@@ -204,14 +171,21 @@ static inline void score(const float *query, const float *keys, int64_t count, i
     for (int64_t t = count; t % LANES; t++) scores[t] = -INFINITY;
 }
 
-/* out = out * keep + sum over t of shares[t] * values[t], for some `vectors` of the head. */
+/* out = out * keep + sum over t of shares[t] * values[t], for some `vectors` of the head: 1, 2 or 4. */
 static inline __attribute__((always_inline)) void mix(const float *shares, const float *values, int64_t count,
                                                       int64_t dim, float keep, float *out, const int vectors) {
-    wide total[4];
-    for (int j = 0; j < vectors; j++) total[j] = *(wide *)(out + j * WIDE) * keep;
-    for (int64_t t = 0; t < count; t++)
+    const int chains = 8 / vectors; /* sums that do not wait for each other */
+    wide total[8] = {{0}};
+    int64_t t = 0;
+    for (; t + chains <= count; t += chains)
+        for (int c = 0; c < chains; c++)
+            for (int j = 0; j < vectors; j++)
+                total[c * vectors + j] += shares[t + c] * *(const wide *)(values + (t + c) * dim + j * WIDE);
+    for (; t < count; t++)
         for (int j = 0; j < vectors; j++) total[j] += shares[t] * *(const wide *)(values + t * dim + j * WIDE);
-    for (int j = 0; j < vectors; j++) *(wide *)(out + j * WIDE) = total[j];
+    for (int half = 4; half >= vectors; half /= 2)
+        for (int i = 0; i < half; i++) total[i] += total[i + half];
+    for (int j = 0; j < vectors; j++) *(wide *)(out + j * WIDE) = *(wide *)(out + j * WIDE) * keep + total[j];
 }
 
 static void mix_narrow(const float *shares, const float *values, int64_t count, int64_t dim, float keep, float *out) {
@@ -239,14 +213,13 @@ static void attend(const float *query, const float *keys, const float *values, i
     *top = best;
     int64_t i = 0;
     for (; i + 4 * WIDE <= dim; i += 4 * WIDE) mix(shares, values + i, count, dim, keep, out + i, 4);
+    for (; i + 2 * WIDE <= dim; i += 2 * WIDE) mix(shares, values + i, count, dim, keep, out + i, 2);
     for (; i + WIDE <= dim; i += WIDE) mix(shares, values + i, count, dim, keep, out + i, 1);
     if (i < dim) mix_narrow(shares, values + i, count, dim, keep, out + i);
 }
 
-/* The new token's query heads that share one key and value head, of one slot. */
-static void decode_group(const float *query, const float *key, const float *value, const float *cosine,
-                         const float *sine, float *keys, float *values, int64_t length, int64_t group, int64_t dim,
-                         float *out) {
+void decode_group(const float *query, const float *key, const float *value, const float *cosine, const float *sine,
+                  float *keys, float *values, int64_t length, int64_t group, int64_t dim, float *out) {
     float rotated[group * dim], top[group], mass[group], scale = 1.0f / sqrtf((float)dim);
     rotate(key, cosine, sine, 1.0f, keys + length * dim, dim);
     for (int64_t i = 0; i < dim; i++) values[length * dim + i] = value[i];

@@ -1,0 +1,52 @@
+/* What the sources share. */
+
+#pragma once
+
+#include <stdint.h>
+
+#define LANES 8 /* a head is a multiple of this many floats */
+
+#ifdef __AVX512F__
+#define WIDE 16
+#else
+#define WIDE LANES
+#endif
+
+typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef float wide __attribute__((vector_size(4 * WIDE), aligned(4), may_alias));
+
+#ifdef _OPENMP
+#include <omp.h>
+static inline int thread_number(void) { return omp_get_thread_num(); }
+static inline int team_size(void) { return omp_get_num_threads(); }
+#else
+static inline int thread_number(void) { return 0; }
+static inline int team_size(void) { return 1; }
+#endif
+
+static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* e to the x within 2 ulp, in a form that compilers vectorise. NaN for NaN and 0 below -87, where floats lose digits;
+ * above 88 it stays at e to the 88, which no caller can tell from infinity. */
+static inline float exponential(float x) {
+    const float magic = 12582912.0f + 127.0f; /* adding 1.5 * 2^23 rounds; 127 is the bias of a float's exponent */
+    float bound = x < -87.3f ? -87.3f : x;
+    bound = bound > 88.0f ? 88.0f : bound;
+    union { float number; uint32_t bits; } rounded = {bound * 1.44269504088896341f + magic};
+    float whole = rounded.number - magic;
+    float r = bound - whole * 0.693359375f;
+    r = r + whole * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * (r * r) + r + 1.0f;
+    union { uint32_t bits; float number; } power = {rounded.bits << 23};
+    return x < -87.3f ? 0.0f : p * power.number;
+}
+
+/* Attention of one slot's new token, for the query heads that share one key and value head. */
+void decode_group(const float *query, const float *key, const float *value, const float *cosine, const float *sine,
+                  float *keys, float *values, int64_t length, int64_t group, int64_t dim, float *out);
