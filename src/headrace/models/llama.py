@@ -23,7 +23,7 @@ from headrace.models.linear import FusedLinear
 from headrace.models.modules import copy_weights, trained_parameters
 from headrace.models.native import kernels_for
 from headrace.models.native.decoder import Decoder, fits
-from headrace.models.packed import Layout, PackedRows
+from headrace.models.packed import PackedRows
 
 _FAMILY = {"llama", "qwen2", "qwen3", "mistral"}
 _STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
@@ -266,10 +266,10 @@ class LlamaModel:
                 self._keep(keep, index, self._project(layer, x, FusedLinear.fused), angles)
                 break
             if self.gradient_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(block, index, x, angles, rows.layout, use_reentrant=False)
+                x = checkpoint(block, index, x, angles, rows, use_reentrant=False)
                 assert isinstance(x, Tensor)
             else:
-                x = block(index, x, angles, rows.layout, keep, past)
+                x = block(index, x, angles, rows, keep, past)
         return x
 
     def _as_a_whole(self) -> bool:
@@ -278,24 +278,24 @@ class LlamaModel:
         return self._plain and (trained or not torch.is_grad_enabled())
 
     def _block(
-        self, index: int, x: Tensor, angles: whole.Angles, layout: Layout, keep: Any = None, past: Any = None
+        self, index: int, x: Tensor, angles: whole.Angles, rows: PackedRows, keep: Any = None, past: Any = None
     ) -> Tensor:
         layer = self._layers[index]
         apply = FusedLinear.apart if keep is None else FusedLinear.fused
         qkv_NHd = self._project(layer, x, apply)
         if keep is None:
-            mixed_ND = self._attend(qkv_NHd, angles, layout)
+            mixed_ND = self._attend(qkv_NHd, angles, rows)
         else:
             self._keep(keep, index, qkv_NHd, angles)
             seen = past(index) if past else ()
-            mixed_ND = whole.attention_with_past(qkv_NHd, layout, self._kv_heads, seen).flatten(1)
+            mixed_ND = whole.attention_with_past(qkv_NHd, rows, self._kv_heads, seen).flatten(1)
         x = x + apply(layer.out, mixed_ND)
         return _feed_forward(layer, x, apply)
 
-    def _whole_block(self, index: int, x: Tensor, angles: whole.Angles, layout: Layout, *_: Any) -> Tensor:
+    def _whole_block(self, index: int, x: Tensor, angles: whole.Angles, rows: PackedRows, *_: Any) -> Tensor:
         layer = self._layers[index]
         qkv_ND = whole.normed_linear(x, layer.norm_1, layer.qkv)
-        mixed_ND = self._attend(self._by_head(layer, qkv_ND), angles, layout)
+        mixed_ND = self._attend(self._by_head(layer, qkv_ND), angles, rows)
         x = whole.linear_added(x, mixed_ND, layer.out)
         return whole.feed_forward(x, layer.norm_2, layer.gate_up, layer.down)
 
@@ -318,9 +318,9 @@ class LlamaModel:
         q, k = _norm_heads(q, layer.q_norm), _norm_heads(k, layer.k_norm)
         return torch.cat((q, k, v), dim=1)
 
-    def _attend(self, qkv_NHd: Tensor, angles: whole.Angles, layout: Layout) -> Tensor:
+    def _attend(self, qkv_NHd: Tensor, angles: whole.Angles, rows: PackedRows) -> Tensor:
         """What each token's row lets it see."""
-        return whole.tree_attention(qkv_NHd, angles, layout, self._kv_heads).flatten(1)
+        return whole.tree_attention(qkv_NHd, angles, rows, self._kv_heads).flatten(1)
 
     @cached_property
     def _decoder(self) -> Decoder | None:

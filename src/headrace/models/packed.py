@@ -70,9 +70,36 @@ class PackedRows:
         )
 
     @cached_property
+    def tree(self) -> Tree:
+        """Which pieces hang on which."""
+        return Tree(self)
+
+    @cached_property
     def layout(self) -> Layout:
         """How the pieces stand side by side for attention."""
         return Layout(self)
+
+
+class Tree:
+    """For each piece: where it starts, its length, where what is below it ends, and the pieces that it hangs on.
+
+    Those of piece p are `above[first_above[p] : first_above[p + 1]]`. `longest`: the tokens of the longest way down.
+    """
+
+    def __init__(self, rows: PackedRows) -> None:
+        self.lengths = np.array(rows.pieces, dtype=np.int64)
+        self.starts = np.cumsum(self.lengths) - self.lengths
+        self.ends = self.starts + self.lengths
+        above: list[list[int]] = [[] for _ in rows.pieces]
+        for stem in rows.stems:
+            piece = int(np.searchsorted(self.starts, stem.piece.start))
+            self.ends[piece] = stem.below.stop
+            for under in range(piece + 1, int(np.searchsorted(self.starts, stem.below.stop))):
+                above[under].append(piece)
+        self.first_above = np.cumsum([0, *map(len, above)])
+        self.above = np.array([piece for pieces in above for piece in pieces], dtype=np.int64)
+        ways = (self.lengths[pieces].sum() for pieces in above)
+        self.longest = max((int(length + way) for length, way in zip(self.lengths, ways, strict=True)), default=0)
 
 
 class Layout:

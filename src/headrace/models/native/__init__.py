@@ -34,8 +34,12 @@ _ARGUMENTS = {
     "few_rows": (_P, _P, _I, _I, _P, _P, _I, _P, _T),
     "decode_scratch": (_P, _I, _T),
     "decode": (_P, _P, _P, _P, _P, _P, _P, _I, _I, _P, _P, _T),
+    "tree_attention": (_P, _P, _I, _P, _P, _T),
+    "tree_attention_backward": (_P, _P, _P, _P, _P, _P, _P, _I, _T),
 }
-_RETURNS = {"decode_attention": _T, "decode": _T, "decode_scratch": _I}
+_RETURNS = {
+    "decode_attention": _T, "decode": _T, "decode_scratch": _I, "tree_attention": _T, "tree_attention_backward": _T,
+}  # fmt: skip
 
 
 @functools.cache
@@ -74,6 +78,7 @@ class Kernels:
         self._sample = library.sample
         self._few_rows = library.few_rows
         self.decode, self.decode_scratch = library.decode, library.decode_scratch
+        self.tree_attention, self.tree_attention_backward = library.tree_attention, library.tree_attention_backward
 
     def rms_norm(self, x_ND: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """(the normalised rows times the weight, what each row was multiplied by)."""

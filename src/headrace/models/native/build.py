@@ -16,8 +16,8 @@ import torch
 from headrace.models.catalog import cache_dir
 
 _HERE = Path(__file__).parent
-SOURCES = (_HERE / "kernels.c", _HERE / "decoder.c")
-_HEADER = _HERE / "kernels.h"
+_SOURCES = tuple(_HERE / name for name in ("kernels.c", "decoder.c", "attention.c"))
+_HEADERS = tuple(_HERE / name for name in ("kernels.h", "tiles.h"))
 _FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fPIC")
 _TIME_LIMIT_S = 60.0
 
@@ -62,7 +62,7 @@ def _compiler() -> str:
 def _library(compiler: str, openmp: bool) -> Path:
     flags = [*_FLAGS, "-fopenmp" if openmp else "-fopenmp-simd"]
     version = _run(compiler, "--version")
-    parts = (*(path.read_text() for path in (*SOURCES, _HEADER)), compiler, version, " ".join(flags), _processor())
+    parts = (*(path.read_text() for path in (*_SOURCES, *_HEADERS)), compiler, version, " ".join(flags), _processor())
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     library = cache_dir() / "native" / f"kernels-{digest}.so"
     if library.exists():
@@ -70,8 +70,8 @@ def _library(compiler: str, openmp: bool) -> Path:
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".build-", dir=library.parent) as scratch:
         linked = Path(scratch) / "kernels.so"
-        compiled = [Path(scratch) / f"{source.stem}.o" for source in SOURCES]
-        for source, target in zip(SOURCES, compiled, strict=True):
+        compiled = [Path(scratch) / f"{source.stem}.o" for source in _SOURCES]
+        for source, target in zip(_SOURCES, compiled, strict=True):
             _run(compiler, *flags, "-c", str(source), "-o", str(target))
         # linked without -fopenmp, or the system's OpenMP runtime would be loaded beside torch's
         _run(compiler, "-shared", *map(str, compiled), "-o", str(linked), "-lm")

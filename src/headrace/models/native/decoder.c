@@ -6,21 +6,10 @@
  * of threads: each is summed up by one thread, in one order.
  */
 
+#include "tiles.h"
+
 #include <math.h>
-#include <stdint.h>
 #include <string.h>
-
-#include "kernels.h"
-
-#ifdef __AVX512F__
-#define GROUPS 4
-#else
-#define GROUPS 2
-#endif
-
-#define TRIPLE 3 /* outputs that are reached from one pointer */
-#define TILE (GROUPS * TRIPLE)
-#define INLINE static inline __attribute__((always_inline))
 
 typedef struct {
     const float *weight, *bias; /* [outputs][inputs]; no bias: null */
@@ -42,29 +31,6 @@ typedef struct {
 typedef enum { STORED, ADDED, GATED, BY_SLOT } ending;
 
 static int64_t columns_for(int64_t slots) { return (slots + WIDE - 1) / WIDE * WIDE; }
-
-/* Sums of TILE outputs for some `vectors` of slots. `ahead`: fetches the weights that lie so many floats further on. */
-INLINE void tile_sums(const float *const *rows, int64_t inputs, const float *x, int64_t columns, int64_t ahead,
-                      wide (*sums)[2], const int vectors) {
-    wide total[TILE][2] = {{{0}}};
-    const float *at[GROUPS];
-    for (int g = 0; g < GROUPS; g++) at[g] = rows[g];
-    for (int64_t k = 0; k < inputs; k++, x += columns) {
-        wide some[2];
-        for (int v = 0; v < vectors; v++) some[v] = *(const wide *)(x + v * WIDE);
-        if (ahead && k % 2 == 0) {
-            __builtin_prefetch(rows[0] + ahead + k * (TILE / 2), 0, 2);
-            __builtin_prefetch(rows[GROUPS / 2] + ahead + k * (TILE / 2), 0, 2);
-        }
-        for (int g = 0; g < GROUPS; g++) {
-            for (int j = 0; j < TRIPLE; j++)
-                for (int v = 0; v < vectors; v++) total[g * TRIPLE + j][v] += at[g][j * inputs] * some[v];
-            at[g]++;
-        }
-    }
-    for (int j = 0; j < TILE; j++)
-        for (int v = 0; v < vectors; v++) sums[j][v] = total[j][v];
-}
 
 INLINE float bias_of(const linear *l, int64_t output) { return l->bias ? l->bias[output] : 0.0f; }
 
@@ -88,9 +54,9 @@ INLINE void product(const linear *l, const float *x, float *to, int64_t slots, i
             int vectors = columns - c > WIDE ? 2 : 1;
             int64_t ahead = c ? 0 : step * l->inputs;
             if (vectors == 2)
-                tile_sums(rows, l->inputs, x + c, columns, ahead, sums, 2);
+                tile_sums(rows, l->inputs, 1, l->inputs, x + c, columns, ahead, sums, 2);
             else
-                tile_sums(rows, l->inputs, x + c, columns, ahead, sums, 1);
+                tile_sums(rows, l->inputs, 1, l->inputs, x + c, columns, ahead, sums, 1);
             if (how == BY_SLOT) {
                 for (int64_t i = 0; i < smaller(vectors * WIDE, slots - c); i++)
                     for (int j = 0; j < TILE; j++) {
