@@ -19,6 +19,8 @@ from headrace.engine.sampling import sample_tokens
 from headrace.models.causal import CausalModel
 from headrace.models.packed import PackedRows
 
+_ROOM = 128  # tokens of a reply for which there is room from the beginning: to make more means to copy all caches
+
 
 class Lane:
     """Owned by the engine's thread. Only `waiting` and `urgent` are shared with others, under the engine's lock."""
@@ -72,7 +74,7 @@ class Lane:
         if joined:
             first = len(self.running)
             self.running += joined
-            self._cache.ensure(len(self.running), max(len(r.prompt) for r in joined))
+            self._cache.ensure(len(self.running), max(len(r.prompt) + min(r.limit, _ROOM) for r in joined))
             self._prefill(joined, first)
         if not self.running:
             return []

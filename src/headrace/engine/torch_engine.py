@@ -234,7 +234,7 @@ class TorchEngine:
         """Do queued calls; whether there is something to decode then. A short while is waited for it."""
         while True:
             with self._wake:
-                if not (self._calls or self._closing or self._decodable()):
+                if not (self._calls or self._closing or self._paused or self._decodable()):
                     self._wake.wait(_LINGER_S)
                 if self._closing or not (self._calls or self._decodable()):
                     return False

@@ -42,7 +42,7 @@ class FusedLinear:
             whole = kernels.few_rows(x_ND.contiguous(), self.weight, self.bias)
         else:
             whole = linear_by_blocks(x_ND, self.weight, self.bias, row_block)
-        parts = whole.split(self.sizes, dim=-1)
+        parts = whole.split(self.sizes, dim=-1) if self._adapted else ()
         for index, layer in self._adapted:
             for name in layer.active_adapters:
                 down, up = layer.lora_A[name].weight, layer.lora_B[name].weight

@@ -52,6 +52,8 @@ class PackedRows:
         `begin` has each row's first position, for rows that go on from something (and share nothing).
         """
         for row in rows:
+            if set(map(type, row)) <= {int}:
+                continue
             odd = next((token for token in row if not isinstance(token, int)), None)
             if odd is not None:
                 raise DataError(f"a text model reads integer token ids, got {type(odd).__name__} {str(odd)[:60]!r}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -25,10 +26,10 @@ class TokenTensors:
     ) -> None:  # fmt: skip
         self._dtype = dtype
         self.rows = PackedRows.from_rows([sample.tokens[:-1] for sample in samples], share)
-        self._masks = [torch.tensor(sample.loss_mask, dtype=torch.bool) for sample in samples]
-        self.counts = [int(mask.sum()) for mask in self._masks]
+        self.counts = [sum(sample.loss_mask) for sample in samples]
+        self._kept_T = torch.tensor(list(chain.from_iterable(sample.loss_mask for sample in samples)), dtype=torch.bool)
         counts = torch.tensor(self.counts)
-        self.where_M = self.rows.where_T[torch.cat(self._masks)]
+        self.where_M = self.rows.where_T[self._kept_T]
         self.targets_M = self.select([sample.tokens[1:] for sample in samples], torch.long)
         self.sampler_M = self.select([sample.logprobs for sample in samples])
         self.advantages_M = self.select([sample.advantages for sample in samples])
@@ -43,8 +44,7 @@ class TokenTensors:
 
     def select(self, rows: Sequence[Any], dtype: torch.dtype | None = None) -> Tensor:
         """One tensor of the entries that the loss masks keep."""
-        kind = dtype or self._dtype
-        return torch.cat([torch.tensor(row, dtype=kind)[m] for row, m in zip(rows, self._masks, strict=True)])
+        return torch.tensor(list(chain.from_iterable(rows)), dtype=dtype or self._dtype)[self._kept_T]
 
     def select_given(self, rows: Sequence[Any]) -> Tensor | None:
         """As `select`; None unless every row is given."""
