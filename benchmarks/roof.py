@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from headrace.models.native import kernels
+
 Shape = tuple[int, int]
 """Of a weight: outputs, inputs."""
 
@@ -65,23 +67,36 @@ def weight_bytes(config: Any, head: bool) -> int:
     return 4 * (int(config.num_hidden_layers) * per_layer + last)
 
 
-def stack_seconds(rows: int, config: Any, head: bool = True, packed: bool = False, repeats: int = 7) -> float:
+def products() -> list[str]:
+    """The ways to multiply that there are on this machine: the names that `stack_seconds` takes."""
+    return ["torch", *(["packed"] if torch.backends.mkl.is_available() else []), *(["native"] if kernels() else [])]
+
+
+def stack_seconds(rows: int, config: Any, head: bool = True, product: str = "torch", repeats: int = 7) -> float:
     """The products of all layers one after the other, and of the output head if wanted, on `rows` rows.
 
-    Every layer has weights of its own, so that they stay in the caches no more than a real model's do. `packed`: laid
-    out beforehand as MKL likes it for so many rows, which is faster for few rows and must be redone for new weights.
+    Every layer has weights of its own, so that they stay in the caches no more than a real model's do. "packed": with
+    weights laid out beforehand as MKL likes them for so many rows, which must be redone for new weights. "native": the
+    built-in engine's own product.
     """
     shapes = layer_shapes(config) * int(config.num_hidden_layers)
     if head:
         shapes.append((int(config.vocab_size), int(config.hidden_size)))
     weights = [torch.rand(shape) for shape in shapes]
     inputs = {width: torch.rand(rows, width) for width in {shape[1] for shape in shapes}}
-    layouts = [torch.ops.mkl._mkl_reorder_linear_weight(weight, rows) for weight in weights] if packed else weights
+    layouts = weights
+    if product == "packed":
+        layouts = [torch.ops.mkl._mkl_reorder_linear_weight(weight, rows) for weight in weights]
 
     def walk() -> None:
         for weight, layout in zip(weights, layouts, strict=True):
             x = inputs[weight.shape[1]]
-            torch.ops.mkl._mkl_linear(x, layout, weight, None, rows) if packed else F.linear(x, weight)
+            if product == "packed":
+                torch.ops.mkl._mkl_linear(x, layout, weight, None, rows)
+            elif product == "native" and (native := kernels()):
+                native.few_rows(x, weight, None)
+            else:
+                F.linear(x, weight)
 
     with torch.no_grad():
         return best_seconds(walk, repeats)

@@ -131,8 +131,10 @@ class LocalBackend:
         if every and version and version % every == 0:
             await self._on_worker(lambda: self._the_teacher().copy_from(self._trained_weights()))
         stage = self._engine.stage if isinstance(self._engine, ProcessEngine) else lambda: None
-        ours, staged = await self._on_worker(lambda: (self.fingerprint(), stage()))
-        return Publication.confirmed(version, ours, await self._engine.load_weights(version, staged))
+        staged = await self._on_worker(stage)
+        loading = self._engine.load_weights(version, staged)
+        ours, theirs = await asyncio.gather(self._on_worker(self.fingerprint), loading)  # each reads all there is
+        return Publication.confirmed(version, ours, theirs)
 
     async def save(self, folder: Path) -> None:
         await self._on_worker(lambda: write_state(folder, self._state()))
