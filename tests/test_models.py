@@ -240,7 +240,7 @@ def test_a_copied_slot_goes_on_from_the_length_that_was_asked_for(family: str) -
         cache = model.new_cache()
         cache.ensure(2, 21)
         model.prefill(cache, PackedRows.from_rows([row]), [0])
-        cache.copy(0, 1, 9)
+        cache.share(0, 1, 9)
         logits = model.decode_logits(model.decode(cache, torch.tensor([5, other[9]]), [20, 9]))
         assert_close(list(logits), [part[-1] for part in reference_logits(hf_model, [[*row, 5], other[:10]])], 2e-5)
 

@@ -109,10 +109,12 @@ class Lane:
     def _leave(self, request: Request) -> None:
         """Free the request's slot; the last sequence moves into it so that slots stay contiguous."""
         slot, last = self.running.index(request), len(self.running) - 1
+        if self._cached:
+            self._cache.free(slot)
         if slot != last:
             mover = self.running[last]
             if self._cached:
-                self._cache.copy(last, slot, mover.cached)
+                self._cache.move(last, slot, mover.cached)
             self.running[slot] = mover
         self.running.pop()
 
@@ -140,7 +142,7 @@ class Lane:
             self.model.prefill(self._cache, rows, [slot for slot, _ in fresh])
         self._go_on([new for new in going_on if new[2] < len(new[1].prompt) - 1])
         for owner, slot, length in copies:
-            self._cache.copy(owner, slot, length)
+            self._cache.share(owner, slot, length)
 
     def _go_on(self, requests: Sequence[tuple[int, Request, int]]) -> None:
         """Prefill what comes after the beginnings that are in the slots already."""

@@ -19,7 +19,7 @@ Detokenize = Callable[[Sequence[int]], str]
 
 def checked_ids(ids: Sequence[Any], vocabulary: int) -> tuple[int, ...]:
     """The ids as plain integers; a bad one must fail its caller here, not everyone whom the engine serves."""
-    if set(map(type, ids)) == {int} and 0 <= min(ids) and max(ids) < vocabulary:
+    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocabulary:
         return tuple(ids)
     for token in ids:
         if not isinstance(token, (int, np.integer)) or not 0 <= token < vocabulary:

@@ -22,8 +22,16 @@ class SlotCache(Protocol):
         """Make room for `slots` sequences of `length` tokens, keeping what is there."""
         ...
 
-    def copy(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` positions of one slot to another."""
+    def share(self, source: int, target: int, length: int) -> None:
+        """Let a free slot begin with the first `length` positions of another."""
+        ...
+
+    def free(self, slot: int) -> None:
+        """Forget a slot, but not what others have in it."""
+        ...
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Move the first `length` positions of a slot to a free one, and free it."""
         ...
 
     def take(self, slot: int, length: int) -> Any:

@@ -33,8 +33,15 @@ class CacheList:
     def ensure(self, slots: int, length: int) -> None:
         self.slots += [Slot() for _ in range(slots - len(self.slots))]
 
-    def copy(self, source: int, target: int, length: int) -> None:
+    def share(self, source: int, target: int, length: int) -> None:
         self.slots[target] = self.take(source, length)
+
+    def free(self, slot: int) -> None:
+        self.slots[slot] = Slot()
+
+    def move(self, source: int, target: int, length: int) -> None:
+        self.slots[target] = _first(self.slots[source], length)
+        self.free(source)
 
     def take(self, slot: int, length: int) -> Slot:
         return _first(self.slots[slot], length)

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from headrace.models import whole
 from headrace.models.elementwise import normed, swiglu, turn_
 from headrace.models.linear import FusedLinear
+from headrace.models.llama_cache import LENGTH_GRAIN, LlamaCache, round_up
 from headrace.models.modules import copy_weights, trained_parameters
 from headrace.models.native import kernels_for
 from headrace.models.native.decoder import Decoder, fits
@@ -27,7 +28,6 @@ from headrace.models.packed import PackedRows
 
 _FAMILY = {"llama", "qwen2", "qwen3", "mistral"}
 _STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
-_LENGTH_GRAIN, _SLOT_GRAIN = 64, 16
 _WIDE = {torch.float32, torch.float64}
 
 
@@ -89,59 +89,6 @@ def _feed_forward(layer: _Layer, x: Tensor, apply: Apply) -> Tensor:
     return apply(layer.down, F.silu(gate) * up) + x
 
 
-def _round_up(count: int, grain: int) -> int:
-    return -(-count // grain) * grain
-
-
-class LlamaCache:
-    """Per layer: keys and values [slots, kv heads, length, head dim]; grows, never shrinks until released."""
-
-    def __init__(self, layers: int, heads: int, dim: int, like: Tensor) -> None:
-        self._shape = (layers, heads, dim)
-        self._like = like
-        self._slots = self.length = 0
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
-
-    def ensure(self, slots: int, length: int) -> None:
-        if slots <= self._slots and length <= self.length:
-            return
-        layers, heads, dim = self._shape
-        old_slots, old_length = self._slots, self.length
-        if slots > old_slots:
-            self._slots = _round_up(slots, _SLOT_GRAIN)
-        if length > old_length:  # by half at least, or long sequences would copy the cache over and over
-            self.length = _round_up(max(length, old_length * 3 // 2), _LENGTH_GRAIN)
-        for tensors in (self.keys, self.values):
-            for layer in range(layers):
-                grown = self._like.new_zeros((self._slots, heads, self.length, dim))
-                if old_slots:
-                    grown[:old_slots, :, :old_length] = tensors[layer]
-                    tensors[layer] = grown
-                else:
-                    tensors.append(grown)
-
-    def copy(self, source: int, target: int, length: int) -> None:
-        for tensor in (*self.keys, *self.values):
-            tensor[target, :, :length] = tensor[source, :, :length]
-
-    def before(self, layer: int, wanted: Sequence[tuple[slice, int, int]]) -> list[tuple[slice, Tensor, Tensor]]:
-        """For (tokens, slot, length): the tokens, with the slot's first keys and values."""
-        keys, values = self.keys[layer], self.values[layer]
-        return [(tokens, keys[slot, :, :length], values[slot, :, :length]) for tokens, slot, length in wanted]
-
-    def take(self, slot: int, length: int) -> Any:
-        return [tensor[slot, :, :length].clone() for tensor in (*self.keys, *self.values)]
-
-    def put(self, slot: int, length: int, taken: Any) -> None:
-        for tensor, held in zip((*self.keys, *self.values), taken, strict=True):
-            tensor[slot, :, :length] = held[:, :length]
-
-    def release(self) -> None:
-        self._slots = self.length = 0
-        self.keys, self.values = [], []
-
-
 _Span = tuple[Any, int, Tensor | None]
 """Slots that attend together, over how many positions, and their mask."""
 
@@ -196,7 +143,9 @@ class LlamaModel:
         return copied
 
     def new_cache(self) -> LlamaCache:
-        return LlamaCache(len(self._layers), self._kv_heads, self._dim, self._embedding.weight.data)
+        # shared beginnings round otherwise than copied ones, which fixed shapes are meant to rule out
+        shares = self._decoder is not None and not self.row_block
+        return LlamaCache(len(self._layers), self._kv_heads, self._dim, self._embedding.weight.data, shares)
 
     @torch.no_grad()
     def prefill(
@@ -227,7 +176,7 @@ class LlamaModel:
         count = len(lengths)
         lengths_B = torch.tensor(lengths)
         if decoder := self._decoder:
-            return decoder.decode(ids_B, lengths_B, self._angle_table(max(lengths) + 1), cache.keys, cache.values)
+            return decoder.decode(ids_B, lengths_B, self._angle_table(max(lengths) + 1), cache)
         angles = self._angles(lengths_B, max(lengths) + 1)
         block = self.row_block
         x = _pad_rows(self._embedding(ids_B), block)
@@ -339,7 +288,7 @@ class LlamaModel:
         cos_Pd, sin_Pd = self._angles_Pd
         if longest > cos_Pd.shape[0]:
             weight = self._embedding.weight
-            cos_1Pd, sin_1Pd = self._rotary(weight, torch.arange(_round_up(longest, 512), device=weight.device)[None])
+            cos_1Pd, sin_1Pd = self._rotary(weight, torch.arange(round_up(longest, 512), device=weight.device)[None])
             cos_Pd, sin_Pd = self._angles_Pd = cos_1Pd[0], sin_1Pd[0]  # a pair: two threads may be here at once
         return cos_Pd, sin_Pd
 
@@ -366,7 +315,7 @@ class LlamaModel:
             longest = max(lengths) + 1
             return [(everyone, longest, None if min(lengths) + 1 == longest else self._mask(lengths_B, longest))]
         # a product over more positions may round differently, even where the masked ones count for nothing
-        ends = [_round_up(length + 1, _LENGTH_GRAIN) for length in lengths]
+        ends = [round_up(length + 1, LENGTH_GRAIN) for length in lengths]
         if min(ends) == max(ends):
             return [(everyone, ends[0], self._mask(lengths_B, ends[0]))]
         groups = {end: torch.tensor([i for i, other in enumerate(ends) if other == end]) for end in sorted(set(ends))}

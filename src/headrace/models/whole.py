@@ -141,7 +141,8 @@ class _TreeAttention(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_NHd: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        back_NHd = _tree_backward(grad_NHd, *ctx.saved_tensors, ctx.rows, ctx.kv_heads)
+        qkv_NHd, out_NHd, sum_NH = ctx.saved_tensors
+        back_NHd = _tree_backward(grad_NHd, qkv_NHd, out_NHd, sum_NH, ctx.rows, ctx.kv_heads)
         return turn_(back_NHd, ctx.angles, back_NHd.shape[1] - ctx.kv_heads, -1), None, None, None
 
 

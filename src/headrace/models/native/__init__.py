@@ -33,7 +33,7 @@ _ARGUMENTS = {
     "sample": (_P, _I, _P, _P, _P, _P, _I, _I, _T),
     "few_rows": (_P, _P, _I, _I, _P, _P, _I, _P, _T),
     "decode_scratch": (_P, _I, _T),
-    "decode": (_P, _P, _P, _P, _P, _P, _P, _I, _I, _P, _P, _T),
+    "decode": (_P, _P, _P, _P, _P, _P, _P, _P, _P, _I, _I, _P, _P, _T),
     "tree_attention": (_P, _P, _I, _P, _P, _T),
     "tree_attention_backward": (_P, _P, _P, _P, _P, _P, _P, _I, _T),
 }

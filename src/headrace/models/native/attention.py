@@ -28,8 +28,8 @@ class _Inputs(ctypes.Structure):
 
 class _Tree(ctypes.Structure):
     _fields_ = (
-        ("pieces", ctypes.c_int64), ("starts", ctypes.c_void_p), ("lengths", ctypes.c_void_p), ("ends", ctypes.c_void_p),
-        ("first_above", ctypes.c_void_p), ("above", ctypes.c_void_p),
+        ("pieces", ctypes.c_int64), ("starts", ctypes.c_void_p), ("lengths", ctypes.c_void_p),
+        ("ends", ctypes.c_void_p), ("first_above", ctypes.c_void_p), ("above", ctypes.c_void_p),
     )  # fmt: skip
 
     @classmethod

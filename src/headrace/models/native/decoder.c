@@ -118,16 +118,25 @@ static void take_heads(const float *column, int64_t columns, int64_t count, int6
     }
 }
 
+/* Of one layer: [slots][kv heads][capacity][dim]; a slot's first positions may be in another, its stem. */
+typedef struct {
+    float *keys, *values;
+    int64_t capacity;
+    const int64_t *stem_slots, *stem_lengths;
+} cache;
+
 static void attention_of(const decoder *m, const layer *l, const float *qkv, int64_t columns, int64_t slot,
-                         int64_t head, const float *cosine, const float *sine, float *keys, float *values,
-                         int64_t length, float *mixed) {
-    int64_t group = m->heads / m->kv_heads, dim = m->dim;
+                         int64_t head, const float *cosine, const float *sine, const cache *held, int64_t length,
+                         float *mixed) {
+    int64_t group = m->heads / m->kv_heads, dim = m->dim, size = held->capacity * dim;
+    int64_t own = (slot * m->kv_heads + head) * size, stem = (held->stem_slots[slot] * m->kv_heads + head) * size;
     float query[group * dim], key[dim], value[dim];
     const float *column = qkv + slot;
     take_heads(column + head * group * dim * columns, columns, group, dim, l->q_norm, m->eps, query);
     take_heads(column + (m->heads + head) * dim * columns, columns, 1, dim, l->k_norm, m->eps, key);
     take_heads(column + (m->heads + m->kv_heads + head) * dim * columns, columns, 1, dim, 0, 0.0f, value);
-    decode_group(query, key, value, cosine, sine, keys, values, length, group, dim,
+    decode_group(query, key, value, cosine, sine, held->keys + own, held->values + own, held->keys + stem,
+                 held->values + stem, held->stem_lengths[slot], length, group, dim,
                  mixed + (slot * m->heads + head * group) * dim);
 }
 
@@ -143,12 +152,11 @@ int64_t decode_scratch(const decoder *m, int64_t slots, int threads) {
     return columns * (m->width + m->layers[0].qkv.outputs + m->heads * m->dim + (threads + 1) * widest(m));
 }
 
-/* `cosine` and `sine` have a row for each position; keys and values a pointer for each layer, to
- * [slots][kv heads][capacity][dim]. Writes the normed states [slots][width]. Returns 0, or 1 if a slot is full: then
- * nothing was written. */
+/* `cosine` and `sine` have a row for each position; keys and values a pointer for each layer. Writes the normed states
+ * [slots][width]. Returns 0, or 1 if a slot is full: then nothing was written. */
 int decode(const decoder *m, const int64_t *ids, const int64_t *lengths, const float *cosine, const float *sine,
-           float *const *keys, float *const *values, int64_t capacity, int64_t slots, float *scratch, float *hidden,
-           int threads) {
+           float *const *keys, float *const *values, const int64_t *stem_slots, const int64_t *stem_lengths,
+           int64_t capacity, int64_t slots, float *scratch, float *hidden, int threads) {
     int64_t columns = columns_for(slots), width = m->width, kv_heads = m->kv_heads, dim = m->dim;
     int64_t mixed_width = m->heads * dim;
     for (int64_t b = 0; b < slots; b++)
@@ -169,10 +177,11 @@ int decode(const decoder *m, const int64_t *ids, const int64_t *lengths, const f
             product(&l->qkv, y, qkv, slots, columns, thread, team, STORED);
 #pragma omp barrier
 #pragma omp for schedule(dynamic)
-            for (int64_t task = 0; task < slots * kv_heads; task++) {
-                int64_t b = task / kv_heads, place = lengths[b] * dim;
-                attention_of(m, l, qkv, columns, b, task % kv_heads, cosine + place, sine + place,
-                             keys[n] + task * capacity * dim, values[n] + task * capacity * dim, lengths[b], mixed);
+            for (int64_t task = 0; task < slots * kv_heads; task++) { /* slots of one stem stand side by side */
+                int64_t b = task % slots, place = lengths[b] * dim;
+                const cache held = {keys[n], values[n], capacity, stem_slots, stem_lengths};
+                attention_of(m, l, qkv, columns, b, task / slots, cosine + place, sine + place, &held, lengths[b],
+                             mixed);
             }
             memset(y, 0, sizeof(float) * mixed_width * columns);
             stand_up(mixed, y, slots, mixed_width, columns);

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headrace.models.llama_cache import LlamaCache
 from headrace.models.native import Kernels
 
 _LANES = 8
@@ -60,11 +61,9 @@ class Decoder:
         )  # fmt: skip
         self._pointers = ctypes.c_void_p * len(layers)
 
-    def decode(
-        self, ids_B: Tensor, lengths_B: Tensor, angles_Pd: tuple[Tensor, Tensor], keys: Sequence[Tensor],
-        values: Sequence[Tensor],
-    ) -> Tensor:  # fmt: skip
+    def decode(self, ids_B: Tensor, lengths_B: Tensor, angles_Pd: tuple[Tensor, Tensor], cache: LlamaCache) -> Tensor:
         """The normed states [B, D]; keys and values of the new tokens are written where the slots end."""
+        keys, values = cache.keys, cache.values
         assert ids_B.dtype == lengths_B.dtype == torch.int64 and ids_B.is_contiguous() and lengths_B.is_contiguous()
         slots, capacity, threads = len(ids_B), keys[0].shape[2], torch.get_num_threads()
         assert keys[0].shape[0] >= slots and angles_Pd[0].shape[0] >= int(lengths_B.max()) + 1
@@ -73,7 +72,8 @@ class Decoder:
         hidden_BD = torch.empty(slots, self._width)
         full = self._kernels.decode(
             shape, ids_B.data_ptr(), lengths_B.data_ptr(), *(_address(angles) for angles in angles_Pd),
-            self._pointers(*map(_address, keys)), self._pointers(*map(_address, values)), capacity, slots,
+            self._pointers(*map(_address, keys)), self._pointers(*map(_address, values)),
+            cache.stem_slots.data_ptr(), cache.stem_lengths.data_ptr(), capacity, slots,
             scratch.data_ptr(), hidden_BD.data_ptr(), threads,
         )  # fmt: skip
         if full:

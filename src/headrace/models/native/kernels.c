@@ -219,7 +219,8 @@ static void attend(const float *query, const float *keys, const float *values, i
 }
 
 void decode_group(const float *query, const float *key, const float *value, const float *cosine, const float *sine,
-                  float *keys, float *values, int64_t length, int64_t group, int64_t dim, float *out) {
+                  float *keys, float *values, const float *stem_keys, const float *stem_values, int64_t stem_length,
+                  int64_t length, int64_t group, int64_t dim, float *out) {
     float rotated[group * dim], top[group], mass[group], scale = 1.0f / sqrtf((float)dim);
     rotate(key, cosine, sine, 1.0f, keys + length * dim, dim);
     for (int64_t i = 0; i < dim; i++) values[length * dim + i] = value[i];
@@ -232,10 +233,13 @@ void decode_group(const float *query, const float *key, const float *value, cons
         rotated[i] *= scale;
         out[i] = 0.0f;
     }
-    for (int64_t from = 0; from <= length; from += POSITIONS)
+    for (int64_t from = 0, count; from <= length; from += count) {
+        int in_stem = from < stem_length;
+        count = smaller(POSITIONS, (in_stem ? stem_length : length + 1) - from);
         for (int64_t h = 0; h < group; h++)
-            attend(rotated + h * dim, keys + from * dim, values + from * dim, smaller(POSITIONS, length + 1 - from),
-                   dim, top + h, mass + h, out + h * dim);
+            attend(rotated + h * dim, (in_stem ? stem_keys : keys) + from * dim,
+                   (in_stem ? stem_values : values) + from * dim, count, dim, top + h, mass + h, out + h * dim);
+    }
     for (int64_t h = 0; h < group; h++)
         for (int64_t i = 0; i < dim; i++) out[h * dim + i] /= mass[h];
 }
@@ -256,7 +260,8 @@ int decode_attention(const float *qkv, int64_t qkv_stride, const float *cosine, 
         const float *row = qkv + b * qkv_stride;
         decode_group(row + h * group * dim, row + (heads + h) * dim, row + (heads + kv_heads + h) * dim,
                      cosine + b * angle_stride, sine + b * angle_stride, keys + task * capacity * dim,
-                     values + task * capacity * dim, lengths[b], group, dim, out + (b * heads + h * group) * dim);
+                     values + task * capacity * dim, 0, 0, 0, lengths[b], group, dim,
+                     out + (b * heads + h * group) * dim);
     }
     return 0;
 }

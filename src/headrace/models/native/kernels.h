@@ -47,6 +47,8 @@ static inline float exponential(float x) {
     return x < -87.3f ? 0.0f : p * power.number;
 }
 
-/* Attention of one slot's new token, for the query heads that share one key and value head. */
+/* Attention of one slot's new token, for the query heads that share one key and value head. The first `stem_length`
+ * positions are read from the stem's keys and values. */
 void decode_group(const float *query, const float *key, const float *value, const float *cosine, const float *sine,
-                  float *keys, float *values, int64_t length, int64_t group, int64_t dim, float *out);
+                  float *keys, float *values, const float *stem_keys, const float *stem_values, int64_t stem_length,
+                  int64_t length, int64_t group, int64_t dim, float *out);
