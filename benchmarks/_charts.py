@@ -1,12 +1,13 @@
-"""The charts of docs/performance.md, from the figures that the benchmarks wrote.
+"""The charts of docs/performance.md and docs/results.md, from figures that benchmarks and runs wrote.
 
-python benchmarks/_charts.py --trl vs_trl.json --engine engine.json --out docs/images
+python benchmarks/_charts.py --trl vs_trl.json --engine engine.json --runs runs/arithmetic_smollm2* --out docs/images
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +65,31 @@ def draw_engine(found: dict[str, Any], path: Path) -> None:
     plt.close(figure)
 
 
+def draw_runs(folders: Sequence[Path], path: Path) -> None:
+    """Held-out pass@1 over the steps, a line for each run; asynchronous ones are dashed."""
+    figure, axis = plt.subplots(figsize=(6, 3.4), layout="constrained")
+    for folder in folders:
+        config = json.loads((folder / "config.json").read_text())
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        points = [(row["eval/step"], row["eval/sums/pass@1"]) for row in rows if "eval/sums/pass@1" in row]
+        apart, seed = config["trainer"]["placement"] == "separate", config["run"]["seed"]
+        label = f"{'asynchronous' if apart else 'in step'}, seed {seed}"
+        axis.plot(
+            *zip(*points, strict=True), marker="o", ms=3, ls="--" if apart else "-", color=f"C{seed}", label=label
+        )
+    axis.set_xlabel("step")
+    axis.set_ylabel("held-out pass@1")
+    axis.set_ylim(bottom=0)
+    axis.legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--trl", type=Path, help="figures of vs_trl.py")
     parser.add_argument("--engine", type=Path, help="figures of engine.py")
+    parser.add_argument("--runs", type=Path, nargs="+", help="run folders of examples/arithmetic_smollm2.toml")
     parser.add_argument("--out", type=Path, default=Path("docs/images"))
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
@@ -75,6 +97,9 @@ def main() -> None:
         if source:
             draw(json.loads(source.read_text()), given.out / name)
             print(given.out / name)
+    if given.runs:
+        draw_runs(given.runs, given.out / "arithmetic_seeds.png")
+        print(given.out / "arithmetic_seeds.png")
 
 
 if __name__ == "__main__":

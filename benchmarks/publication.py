@@ -3,9 +3,10 @@
     python benchmarks/publication.py [--model smollm2-135m] [--rounds 7] [--json FILE] [--quick]
 
 Prints a table in Markdown. Before each publication an optimizer step changes all weights. The parts are what
-`LocalBackend.publish` does one after the other: the learner takes the fingerprint of its weights and copies them into
-shared memory; the engine takes the fingerprint of what it finds there and goes on with it. Taking over is the round
-trip of a call that only passes through the engine's thread; the engine's fingerprint is what loading takes beyond that.
+`LocalBackend.publish` does, measured one by one: the learner copies its weights into shared memory, and the engine
+takes the fingerprint of what it finds there and goes on with it; beside both, the learner takes its own fingerprint.
+Taking over is the round trip of a call that only passes through the engine's thread; the engine's fingerprint is what
+loading takes beyond that.
 All take turns; figures are medians, with the lowest and the highest. `--quick` takes the bundled model, which is too
 small to say anything about bandwidth.
 

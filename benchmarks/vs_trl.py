@@ -5,6 +5,7 @@
 Prints a table in Markdown. Both sides have the same weights, prompts (the same ids), group size, number of sampled
 tokens (an end of sequence ends nothing), reward, loss and optimizer, in float32 on two threads; on-policy, one update
 per batch. Each round is one process of Headrace and one of TRL, one after the other; the first step of each is warm-up.
+The bundled model, whose steps are short, makes ten times as many.
 Headrace runs as a user runs it, with ledger and metrics, engine and learner in one process. TRL gets the settings that
 are fastest for it: the whole batch at once, the fused optimizer, no logging, and no gradient checkpointing, which it
 has on by default (--trl-gradient-checkpointing). TRL needs an environment of its own, which is made in .venv-trl unless
@@ -39,6 +40,7 @@ REQUIREMENTS = HERE / "trl_requirements.txt"
 TRL_ENVIRONMENT = HERE.parent / ".venv-trl"
 PROMPT_TOKENS = 60
 WARM_UP = 1
+SHORT_STEPS = 10
 WORDS = (
     "say in your own words why a river is slow where it is wide and fast where it is narrow , then make 24 of 3 and 8"
 )
@@ -224,7 +226,8 @@ def run_side(name: str, command: list[str], work: Work) -> Figures:
 
 def compare(model: str, python: Path, given: argparse.Namespace) -> dict[str, Any]:
     """All rounds with one model: prints its lines, returns all figures."""
-    folder, steps = resolve_model(model), WARM_UP + given.steps
+    measured = given.steps * (SHORT_STEPS if model == "bundled" and not given.quick else 1)
+    folder, steps = resolve_model(model), WARM_UP + measured
     prompts, ids = make_prompts(folder, steps * Work.prompts_per_step)
     work = Work(folder, prompts, ids, steps, gradient_checkpointing=given.trl_gradient_checkpointing)
     commands = {

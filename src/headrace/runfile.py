@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -26,13 +26,14 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 def build_config(values: dict[str, Any], overrides: Sequence[str] = (), where: str = "configuration") -> RunConfig:
     """Validate nested values with overrides laid over them."""
     values = copy.deepcopy(values)  # overrides are laid over the caller's values, not written into them
-    for key, text in parse_overrides(overrides):
+    laid_over = dict(parse_overrides(overrides))
+    for key, text in laid_over.items():
         _lay_over(values, key, _parse_value(text, _annotation_at(key.split("."))))
     try:
         config = RunConfig.model_validate(values)
         check_combinations(config)
     except ValidationError as error:
-        raise ConfigError(f"{where}: {'; '.join(_explain(error))}") from None
+        raise ConfigError(_explain(error, where, laid_over)) from None
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
     return config
@@ -111,15 +112,24 @@ def _as_written(part: str, values: dict[str, Any]) -> str:
     return part if part in values else part.replace("-", "_")
 
 
-def _explain(error: ValidationError) -> Iterator[str]:
+def _explain(error: ValidationError, file: str, laid_over: Iterable[str]) -> str:
+    """All problems, each under where it comes from: the file, or the command line that was laid over it."""
+    options = [f"{key.replace('-', '_')}." for key in laid_over]
+    told: dict[str, list[str]] = {}
     for problem in error.errors():
         where = ".".join(str(part) for part in problem["loc"])
-        if problem["type"] == "extra_forbidden":
-            yield f'unknown key "{where}"{_nearest_key(problem["loc"])}'
-        elif problem["type"] == "value_error":
-            yield f"{where + ': ' if where else ''}{problem['msg'].removeprefix('Value error, ')}"
-        else:
-            yield f"{where}: {problem['msg'][0].lower() + problem['msg'][1:]}, got {problem['input']!r}"
+        path, unknown = f"{where.replace('-', '_')}.", problem["type"] == "extra_forbidden"
+        laid = any(path.startswith(option) or (unknown and option.startswith(path)) for option in options)
+        told.setdefault("command line" if laid else file, []).append(_sentence(problem, where))
+    return "; ".join(f"{source}: {'; '.join(sentences)}" for source, sentences in told.items())
+
+
+def _sentence(problem: Any, where: str) -> str:
+    if problem["type"] == "extra_forbidden":
+        return f'unknown key "{where}"{_nearest_key(problem["loc"])}'
+    if problem["type"] == "value_error":
+        return f"{where + ': ' if where else ''}{problem['msg'].removeprefix('Value error, ')}"
+    return f"{where}: {problem['msg'][0].lower() + problem['msg'][1:]}, got {problem['input']!r}"
 
 
 def _nearest_key(location: tuple[int | str, ...]) -> str:

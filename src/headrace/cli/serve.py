@@ -29,7 +29,7 @@ def tinker(
     max_samplers: Annotated[int, Parameter(help="Sets of sampler weights kept in memory.")] = 16,
     max_batch: Annotated[int, Parameter(help="Sequences of one set of weights decoded together.")] = 128,
     max_model_length: Annotated[int | None, Parameter(help="Longest sequence; by default the model's limit.")] = None,
-    micro_batch_tokens: Annotated[int, Parameter(help="Tokens that a forward and backward pass takes at once.")] = 8192,
+    micro_batch_tokens: Annotated[int, Parameter(help="Tokens that a forward and backward pass takes at once.")] = 1536,
     session_timeout_s: Annotated[float, Parameter(help="A session without a sign of life ends after this.")] = 300.0,
     order_wait_s: Annotated[float, Parameter(help="How long a request waits for an earlier one.")] = 60.0,
     results_mb: Annotated[float, Parameter(help="Memory for results that wait to be fetched.")] = 512.0,

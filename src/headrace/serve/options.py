@@ -42,7 +42,7 @@ class ServeOptions:
     max_waiting: int = 8192
     """Sequences that may wait; with more, clients are told to come again."""
     max_model_length: int | None = None
-    micro_batch_tokens: int = 8192
+    micro_batch_tokens: int = 1536
     session_timeout_s: float = 300.0
     """Without a sign of life for this long, a session ends and its memory is freed."""
     order_wait_s: float = 60.0

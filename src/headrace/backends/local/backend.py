@@ -130,11 +130,12 @@ class LocalBackend:
         every = self._config.distill.refresh_every
         if every and version and version % every == 0:
             await self._on_worker(lambda: self._the_teacher().copy_from(self._trained_weights()))
-        stage = self._engine.stage if isinstance(self._engine, ProcessEngine) else lambda: None
-        staged = await self._on_worker(stage)
-        loading = self._engine.load_weights(version, staged)
-        ours, theirs = await asyncio.gather(self._on_worker(self.fingerprint), loading)  # each reads all there is
+        ours, theirs = await asyncio.gather(asyncio.to_thread(self.fingerprint), self._hand_over(self._engine, version))
         return Publication.confirmed(version, ours, theirs)
+
+    async def _hand_over(self, engine: LocalEngine, version: int) -> str:
+        staged = await self._on_worker(engine.stage) if isinstance(engine, ProcessEngine) else None
+        return await engine.load_weights(version, staged)
 
     async def save(self, folder: Path) -> None:
         await self._on_worker(lambda: write_state(folder, self._state()))

@@ -1,4 +1,4 @@
-"""The small operations between matrix products, as C kernels: float32 on the CPU, no gradients of their own.
+"""C kernels: decoding steps, attention, and what stands between matrix products; float32 on the CPU.
 
 `kernels()` gives None where they cannot be had; callers then use torch's operations. Inputs may be slices of wider
 tensors as long as the last axis is contiguous. The number of threads is torch's, as set in the calling thread.
@@ -19,7 +19,7 @@ from headrace.models.native.build import BuildError, load_library
 _log = logging.getLogger(__name__)
 _SCRATCH_CHUNKS = 32
 _VOCABULARY_BLOCK = 256
-_MOST_LANES = 16
+_MOST_COLUMNS = 32
 
 _P, _I, _F, _T = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _ARGUMENTS = {
@@ -213,7 +213,7 @@ class Kernels:
         (rows, inputs), outputs, threads = x_ND.shape, weight_OD.shape[0], torch.get_num_threads()
         assert weight_OD.shape[1] == inputs and outputs >= 3
         out_NO = torch.empty(rows, outputs, dtype=torch.float32)
-        scratch = torch.empty(threads * inputs * (rows + _MOST_LANES), dtype=torch.float32)
+        scratch = torch.empty(threads * inputs * (rows + _MOST_COLUMNS), dtype=torch.float32)
         self._few_rows(
             weight_OD.data_ptr(), None if bias_O is None else bias_O.data_ptr(), outputs, inputs, x_ND.data_ptr(),
             out_NO.data_ptr(), rows, scratch.data_ptr(), threads,

@@ -12,7 +12,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define COLUMNS (2 * WIDE)
 #define CHUNK 128 /* rows whose scores are held at once in the backward pass */
 
 typedef struct {

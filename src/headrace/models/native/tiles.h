@@ -12,6 +12,7 @@
 
 #define TRIPLE 3 /* rows that are reached from one pointer */
 #define TILE (GROUPS * TRIPLE)
+#define COLUMNS (2 * WIDE) /* of a panel: numbers that stand side by side in registers */
 #define INLINE static inline __attribute__((always_inline))
 
 /* sums[r] = sum over k of row r's k-th number * x[k], for the TILE rows that begin at `rows`, TRIPLE at each, and some
