@@ -1,0 +1,105 @@
+"""Where does the time of a step go? The step that vs_trl.py compares, on Headrace's side alone.
+
+    python benchmarks/step_profile.py [--model bundled] [--steps 40] [--json FILE] [--quick]
+
+Prints a table in Markdown: milliseconds of a step that pass in each part (the median call times the calls of a step),
+and its share of the step. Parts that are indented are within the one above.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import inspect
+import json
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from _trl_side import Work
+from vs_trl import WARM_UP, make_prompts, train_headrace
+
+from headrace.backends.local.backend import LocalBackend
+from headrace.backends.local.tokens import TokenTensors
+from headrace.engine.lane import Lane
+from headrace.learner import Learner
+from headrace.models.catalog import resolve_model
+from headrace.models.llama import LlamaModel
+from headrace.trainer import UnifiedTrainer
+
+PARTS: tuple[tuple[str, type, str], ...] = (
+    ("the whole step", UnifiedTrainer, "_make_step"),
+    ("- engine", Lane, "advance"),
+    ("  - prefill", LlamaModel, "prefill"),
+    ("  - decoding", LlamaModel, "decode"),
+    ("  - logits", LlamaModel, "decode_logits"),
+    ("- learner", Learner, "learn"),
+    ("  - tensors of the tokens", TokenTensors, "__init__"),
+    ("  - forward pass", LlamaModel, "hidden"),
+    ("  - backward pass", torch.Tensor, "backward"),
+    ("- update", UnifiedTrainer, "_update"),
+    ("  - optimizer", LocalBackend, "optim_step"),
+    ("  - publication", LocalBackend, "publish"),
+    ("- metrics and callbacks", UnifiedTrainer, "_end_of_step"),
+)
+Timings = defaultdict[str, list[float]]
+
+
+def timed(function: Callable[..., Any], taken: list[float]) -> Callable[..., Any]:
+    """The same function, with the seconds of each call noted."""
+    if inspect.iscoroutinefunction(function):
+
+        @functools.wraps(function)
+        async def awaited(*arguments: Any, **named: Any) -> Any:
+            began = time.perf_counter()
+            result = await function(*arguments, **named)
+            taken.append(time.perf_counter() - began)
+            return result
+
+        return awaited
+
+    @functools.wraps(function)
+    def called(*arguments: Any, **named: Any) -> Any:
+        began = time.perf_counter()
+        result = function(*arguments, **named)
+        taken.append(time.perf_counter() - began)
+        return result
+
+    return called
+
+
+def profile(model: str, steps: int) -> dict[str, float]:
+    """Milliseconds of a step, by part."""
+    folder = resolve_model(model)
+    prompts, ids = make_prompts(folder, (WARM_UP + steps) * Work.prompts_per_step)
+    taken: Timings = defaultdict(list)
+    for name, owner, method in PARTS:
+        setattr(owner, method, timed(getattr(owner, method), taken[name]))
+    with tempfile.TemporaryDirectory() as place:
+        train_headrace(Work(folder, prompts, ids, WARM_UP + steps), Path(place))
+    return {name: 1e3 * median(taken[name]) * len(taken[name]) / (WARM_UP + steps) for name, _, _ in PARTS}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="bundled")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--quick", action="store_true", help="five steps")
+    given = parser.parse_args()
+    found = profile(given.model, 5 if given.quick else given.steps)
+    whole = found[PARTS[0][0]]
+    print("\n| part | ms | share |\n| --- | ---: | ---: |")
+    for name, spent in found.items():
+        print(f"| {name.replace('  ', '&nbsp;&nbsp;')} | {spent:.1f} | {spent / whole:.0%} |")
+    if given.json:
+        given.json.write_text(json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
