@@ -23,8 +23,13 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     return build_config(_read_toml(path), overrides, where=str(path))
 
 
-def build_config(values: dict[str, Any], overrides: Sequence[str] = (), where: str = "configuration") -> RunConfig:
-    """Validate nested values with overrides laid over them."""
+def build_config(
+    values: dict[str, Any],
+    overrides: Sequence[str] = (),
+    where: str = "configuration",
+    laid_by: str = "command line",
+) -> RunConfig:
+    """Validate nested values with overrides laid over them; a problem names where its value comes from."""
     values = copy.deepcopy(values)  # overrides are laid over the caller's values, not written into them
     laid_over = dict(parse_overrides(overrides))
     for key, text in laid_over.items():
@@ -33,7 +38,7 @@ def build_config(values: dict[str, Any], overrides: Sequence[str] = (), where: s
         config = RunConfig.model_validate(values)
         check_combinations(config)
     except ValidationError as error:
-        raise ConfigError(_explain(error, where, laid_over)) from None
+        raise ConfigError(_explain(error, where, laid_over, laid_by)) from None
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
     return config
@@ -112,15 +117,15 @@ def _as_written(part: str, values: dict[str, Any]) -> str:
     return part if part in values else part.replace("-", "_")
 
 
-def _explain(error: ValidationError, file: str, laid_over: Iterable[str]) -> str:
-    """All problems, each under where it comes from: the file, or the command line that was laid over it."""
+def _explain(error: ValidationError, file: str, laid_over: Iterable[str], laid_by: str) -> str:
+    """All problems, each under where it comes from: the file, or what was laid over it."""
     options = [f"{key.replace('-', '_')}." for key in laid_over]
     told: dict[str, list[str]] = {}
     for problem in error.errors():
         where = ".".join(str(part) for part in problem["loc"])
         path, unknown = f"{where.replace('-', '_')}.", problem["type"] == "extra_forbidden"
         laid = any(path.startswith(option) or (unknown and option.startswith(path)) for option in options)
-        told.setdefault("command line" if laid else file, []).append(_sentence(problem, where))
+        told.setdefault(laid_by if laid else file, []).append(_sentence(problem, where))
     return "; ".join(f"{source}: {'; '.join(sentences)}" for source, sentences in told.items())
 
 

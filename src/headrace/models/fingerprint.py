@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -14,8 +14,9 @@ _THREADS = 2  # one does not read as fast as memory can
 _WORTH_THREADS = 2**24  # bytes
 
 
-def fingerprint(weights: Sequence[Tensor]) -> str:
+def fingerprint(given: Iterable[Tensor]) -> str:
     """A digest that a change of any of the weights changes: of the digests of parts that are about equally long."""
+    weights = list(given)
     total = sum(weight.nbytes for weight in weights)
     parts: list[list[Tensor]] = [[] for _ in range(_PARTS)]
     before = 0

@@ -66,7 +66,7 @@ def grid_points(config: RunConfig) -> list[GridPoint]:
         settings = dict(zip(grid, values, strict=True))
         words = [f"--{key}={json.dumps(value, ensure_ascii=False)}" for key, value in settings.items()]
         where = " ".join(["simulate.grid", *words]) if words else "simulate"
-        point = GridPoint(settings, build_config(given, words, where))
+        point = GridPoint(settings, build_config(given, words, where, laid_by=where))
         check_simulated(point.config)
         points.append(point)
     return points
