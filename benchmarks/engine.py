@@ -38,6 +38,7 @@ from typing import Any, Protocol
 
 import torch
 import transformers
+from _arguments import parsed
 from roof import products, read_gbps, stack_seconds, weight_bytes
 from transformers import AutoConfig, GenerationConfig
 
@@ -314,9 +315,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true", help="the bundled model, batches 1 and 32, one round")
     parser.add_argument("--be-transformers", metavar="CACHE", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.quick:
-        given.model, given.batches, given.rounds = "bundled", [1, 32], 1
+    given = parsed(parser, {"model": "bundled", "batches": [1, 32], "rounds": 1})
     torch.set_num_threads(given.threads)
     if given.be_transformers:
         be_transformers(given.model, given.be_transformers)

@@ -43,6 +43,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from _arguments import parsed
 from roof import layer_shapes, matmul_gflops
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig
@@ -399,12 +400,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true")
-    given = parser.parse_args()
+    given = parsed(parser, {"model": "bundled", "rounds": 2})
     if unknown := [part for part in given.parts if part not in PARTS]:
         parser.error(f"there is no part {unknown[0]}; known: {', '.join(PARTS)}")
-    setup = Setup(
-        "bundled" if given.quick else given.model, given.threads, 2 if given.quick else given.rounds, given.quick
-    )
+    setup = Setup(given.model, given.threads, given.rounds, given.quick)
     torch.set_num_threads(setup.threads)
     try:
         resolve_model(setup.model)

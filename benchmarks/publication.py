@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from _arguments import parsed
 from learner import IMITATE, new_batch, print_table, spread
 
 from headrace.backends.local.backend import LocalBackend
@@ -130,8 +131,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true")
-    given = parser.parse_args()
-    model = "bundled" if given.quick else given.model
+    given = parsed(parser, {"model": "bundled"})
+    model = given.model
     try:
         resolve_model(model)
         nbytes, threads, rounds = asyncio.run(measure(model, given.rounds))

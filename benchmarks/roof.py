@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from _arguments import parsed
 
 from headrace.models.native import kernels
 
@@ -121,14 +122,14 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true", help="the bundled model, fewer sizes")
-    given = parser.parse_args()
+    given = parsed(parser, {"model": "bundled"})
     torch.set_num_threads(given.threads)
 
     from transformers import AutoConfig
 
     from headrace.models.catalog import resolve_model
 
-    config = AutoConfig.from_pretrained(resolve_model("bundled" if given.quick else given.model))
+    config = AutoConfig.from_pretrained(resolve_model(given.model))
     sizes = (1, 32, 1024) if given.quick else (1, 8, 32, 64, 128, 512, 1024, 2048, 4096)
     repeats = 3 if given.quick else 7
     head = (config.vocab_size, config.hidden_size)

@@ -3,7 +3,8 @@
     python benchmarks/step_profile.py [--model bundled] [--steps 40] [--json FILE] [--quick]
 
 Prints a table in Markdown: milliseconds of a step that pass in each part (the median call times the calls of a step),
-and its share of the step. Parts that are indented are within the one above.
+and its share of the step. Parts that are indented are within the one above; what is left is the way from one to the
+next: workflows, judging, the ledger, threads that begin and end.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from _arguments import parsed
 from _trl_side import Work
 from vs_trl import WARM_UP, make_prompts, train_headrace
 
@@ -90,9 +92,9 @@ def main() -> None:
     parser.add_argument("--model", default="bundled")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--quick", action="store_true", help="five steps")
-    given = parser.parse_args()
-    found = profile(given.model, 5 if given.quick else given.steps)
+    parser.add_argument("--quick", action="store_true", help="five steps after the warm-up")
+    given = parsed(parser, {"steps": 5})
+    found = profile(given.model, given.steps)
     whole = found[PARTS[0][0]]
     print("\n| part | ms | share |\n| --- | ---: | ---: |")
     for name, spent in found.items():

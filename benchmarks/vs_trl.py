@@ -27,6 +27,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from _arguments import parsed
 from _trl_side import Figures, Work, distinct_share, peak_mb
 from tokenizers import Tokenizer
 
@@ -260,15 +261,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--headrace-side", nargs=2, type=Path, help=argparse.SUPPRESS)
-    given = parser.parse_args()
+    given = parsed(parser, {"models": "bundled", "rounds": 1, "steps": 2})
     if given.headrace_side:
         source, target = given.headrace_side
         target.write_text(json.dumps(asdict(train_headrace(Work(**json.loads(source.read_text())), target.parent))))
         return
-    if given.quick:
-        given.models, given.rounds, given.steps = "bundled", 1, 2
-    if min(given.rounds, given.steps) < 1:
-        parser.error(f"--rounds and --steps must be at least 1, got {given.rounds} and {given.steps}")
     models = given.models.split(",")
     try:
         for model in models:  # before anything is installed or measured
