@@ -29,6 +29,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Self
 
+from _arguments import parsed
+
 from headrace import UnifiedTrainer
 from headrace.agents.completer import Model
 from headrace.data.task import Task, load_tasks
@@ -180,6 +182,8 @@ def measure(points: Sequence[Point], rounds: int, steps: int) -> dict[Point, lis
     for number in range(rounds):
         for point in points if number % 2 == 0 else reversed(points):
             spent = train(point, 1 + steps, tasks)[1:]
+            if len(spent) < steps:  # the trainer has taken the interrupt, and ended its run
+                raise SystemExit("stopped before everything was measured; nothing was written")
             fastest[point].append(min(spent, key=lambda step: step.step_s))
         print(f"round {number + 1} of {rounds}", file=sys.stderr, flush=True)
     return fastest
@@ -298,10 +302,8 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="draw a picture (PNG); needs headrace[plot]")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true")
-    args = parser.parse_args()
-    if min(args.rounds, args.steps) < 1:
-        parser.error(f"--rounds and --steps must be at least 1, got {args.rounds} and {args.steps}")
-    rounds, steps = (2, 2) if args.quick else (args.rounds, args.steps)
+    args = parsed(parser, {"rounds": 2, "steps": 2})
+    rounds, steps = args.rounds, args.steps
     try:
         _check_plot(args.plot)
     except HeadraceError as error:
