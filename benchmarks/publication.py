@@ -126,7 +126,7 @@ def report(nbytes: int, rounds: list[Timings]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", type=Path)
