@@ -96,13 +96,13 @@ static int64_t head_of(const block *b, int64_t group, int64_t column) {
     return b->kv_head * group + (b->first + column) % group;
 }
 
-/* How many keys of its own piece a block's columns see: `last` in all, and each its own number. */
+/* How many keys of their own piece a block's columns see: each in `seen`; returns the most. */
 static int64_t own_keys(const block *b, int64_t group, int64_t *seen) {
     for (int64_t c = 0; c < COLUMNS; c++) seen[c] = token_of(b, group, smaller(c, b->count - 1)) + 1;
     return seen[b->count - 1];
 }
 
-/* Which of some `total` tasks: pieces have a task for each kv head and each COLUMNS of `per_token` columns a token. */
+/* What a task works on: a piece has one for each kv head and each COLUMNS of its columns, `per_token` for a token. */
 static block find_block(const tree *t, const int64_t *tasks_before, int64_t task, int64_t kv_heads, int64_t per_token) {
     int64_t low = 0, high = t->pieces;
     while (high - low > 1) {
