@@ -406,7 +406,6 @@ def main() -> None:
     setup = Setup(given.model, given.threads, given.rounds, given.quick)
     torch.set_num_threads(setup.threads)
     try:
-        resolve_model(setup.model)
         found = asyncio.run(run(setup, given.parts or PARTS))
     except HeadraceError as error:
         sys.exit(f"error: {error}")

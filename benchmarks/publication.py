@@ -34,7 +34,6 @@ from learner import IMITATE, new_batch, print_table, spread
 from headrace.backends.local.backend import LocalBackend
 from headrace.engine.process import ProcessEngine
 from headrace.errors import HeadraceError
-from headrace.models.catalog import resolve_model
 from headrace.models.modules import trained_parameters
 from headrace.pipeline.batcher import grad_scale
 from headrace.runfile import build_config
@@ -134,7 +133,6 @@ def main() -> None:
     given = parsed(parser, {"model": "bundled"})
     model = given.model
     try:
-        resolve_model(model)
         nbytes, threads, rounds = asyncio.run(measure(model, given.rounds))
     except HeadraceError as error:
         sys.exit(f"error: {error}")

@@ -40,7 +40,7 @@ class CacheList:
         self.slots[slot] = Slot()
 
     def move(self, source: int, target: int, length: int) -> None:
-        self.slots[target] = _first(self.slots[source], length)
+        self.slots[target] = self.slots[source]  # which holds no more than that
         self.free(source)
 
     def take(self, slot: int, length: int) -> Slot:

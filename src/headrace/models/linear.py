@@ -10,10 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headrace.models.native import kernels_for
+from headrace.models.native import LEAST_OUTPUTS, kernels_for
 
 _FEW = 128  # rows up to which the native product is faster
-_LEAST = 3  # outputs that it needs
 
 
 class FusedLinear:
@@ -37,7 +36,7 @@ class FusedLinear:
 
     def fused(self, x_ND: Tensor, row_block: int = 0) -> Tensor:
         """All outputs end to end, without gradients; adapters are on, even if the learner has switched them off."""
-        kernels = kernels_for(x_ND) if x_ND.shape[0] <= _FEW and self.weight.shape[0] >= _LEAST else None
+        kernels = kernels_for(x_ND) if x_ND.shape[0] <= _FEW and self.weight.shape[0] >= LEAST_OUTPUTS else None
         if kernels is not None:
             whole = kernels.few_rows(x_ND.contiguous(), self.weight, self.bias)
         else:

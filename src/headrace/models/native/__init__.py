@@ -20,6 +20,7 @@ _log = logging.getLogger(__name__)
 _SCRATCH_CHUNKS = 32
 _VOCABULARY_BLOCK = 256
 _MOST_COLUMNS = 32
+LEAST_OUTPUTS = 3  # of a product: the kernels reach its rows as triples
 
 _P, _I, _F, _T = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _ARGUMENTS = {
@@ -211,7 +212,7 @@ class Kernels:
         """A linear layer on few rows: reads the weight once, and rounds a row the same whatever the others are."""
         assert _rows(x_ND) and x_ND.is_contiguous() and _rows(weight_OD) and weight_OD.is_contiguous()
         (rows, inputs), outputs, threads = x_ND.shape, weight_OD.shape[0], torch.get_num_threads()
-        assert weight_OD.shape[1] == inputs and outputs >= 3
+        assert weight_OD.shape[1] == inputs and outputs >= LEAST_OUTPUTS
         out_NO = torch.empty(rows, outputs, dtype=torch.float32)
         scratch = torch.empty(threads * inputs * (rows + _MOST_COLUMNS), dtype=torch.float32)
         self._few_rows(

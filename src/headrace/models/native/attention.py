@@ -7,10 +7,8 @@ import ctypes
 import torch
 from torch import Tensor
 
-from headrace.models.native import Kernels
+from headrace.models.native import LEAST_OUTPUTS, Kernels
 from headrace.models.packed import Tree
-
-_LEAST_DIM = 3
 
 
 class _Inputs(ctypes.Structure):
@@ -22,7 +20,7 @@ class _Inputs(ctypes.Structure):
     @classmethod
     def of(cls, qkv_NHd: Tensor, kv_heads: int) -> _Inputs:
         _, stacked, dim = qkv_NHd.shape
-        assert qkv_NHd.is_contiguous() and qkv_NHd.dtype == torch.float32 and dim >= _LEAST_DIM
+        assert qkv_NHd.is_contiguous() and qkv_NHd.dtype == torch.float32 and dim >= LEAST_OUTPUTS
         return cls(qkv_NHd.data_ptr(), stacked * dim, stacked - 2 * kv_heads, kv_heads, dim)
 
 

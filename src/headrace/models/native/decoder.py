@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from headrace.models.llama_cache import LlamaCache
-from headrace.models.native import Kernels
+from headrace.models.native import LEAST_OUTPUTS, Kernels
 
 _LANES = 8
-_LEAST_OUTPUTS = 3
 
 
 class _Linear(ctypes.Structure):
@@ -83,7 +82,7 @@ class Decoder:
 
 def fits(layers: Sequence[Any], dim: int) -> bool:
     """Whether the kernel can read a model of this shape."""
-    return dim % _LANES == 0 and all(min(linear.sizes) >= _LEAST_OUTPUTS for one in layers for linear in one.linears)
+    return dim % _LANES == 0 and all(min(linear.sizes) >= LEAST_OUTPUTS for one in layers for linear in one.linears)
 
 
 def _address(x: Tensor) -> int:
