@@ -68,7 +68,7 @@ def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 
 def settings(work: Work, place: Path) -> Any:
-    """The same algorithm as Headrace's side, and nothing that costs TRL time: no logging, saving or checkpointing."""
+    """The same algorithm as Headrace's side, and nothing beside it that costs time: no logging, no saving."""
     from trl import GRPOConfig
 
     return GRPOConfig(

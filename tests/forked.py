@@ -83,9 +83,10 @@ def _serve(connection: socket.socket) -> None:
     import transformers.models.llama.modeling_llama  # what loading the model would import
     from transformers import PreTrainedTokenizerFast  # noqa: F401
 
-    from headrace.engine import worker
+    from headrace.engine import lane, worker
 
     assert transformers
+    lane._MOST_STEPS = 2  # or all of a tiny model's reply would be there before anything can happen
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no one waits for the children
     while True:
         message, files, _, _ = socket.recv_fds(connection, 16, 16)
@@ -112,7 +113,7 @@ def _break_models(*_: Any) -> None:
 
     models: list[Any] = [LlamaModel, TransformersModel]
     for model in models:
-        model.prefill = model.decode = broken
+        model.prefill = model.decode = model.decode_and_sample = broken
 
 
 if __name__ == "__main__":

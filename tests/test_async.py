@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from headrace import Callback, Model, Task, UnifiedTrainer
 from headrace.checkpoint import list_checkpoints
+from headrace.engine.request import Request
 from headrace.errors import PublicationError
 from headrace.runfile import build_config
 from headrace.trainer import RunResult
@@ -146,15 +147,12 @@ def test_weights_that_do_not_arrive_end_the_run(tmp_path: Path, monkeypatch: pyt
 def test_a_sampler_that_differs_from_the_learner_at_the_same_version_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from headrace.engine import lane
+    take = Request.take
 
-    sample = lane.sample_tokens
+    def skewed(request: Request, tokens: Any, logprobs: Any, *others: Any) -> None:
+        take(request, tokens, [value - 1.0 for value in logprobs], *others)
 
-    def skewed(*args: Any, **kwargs: Any) -> Any:
-        tokens, logprobs, model_logprobs = sample(*args, **kwargs)
-        return tokens, [value - 1.0 for value in logprobs], model_logprobs
-
-    monkeypatch.setattr(lane, "sample_tokens", skewed)
+    monkeypatch.setattr(Request, "take", skewed)
     with pytest.raises(PublicationError, match=r"differ by 1 on average .* alarm\.stop_drift 0\.5"):
         train(tmp_path, varied)
 

@@ -98,7 +98,14 @@ def test_families_come_together_and_in_their_order() -> None:
     one, two = conversation(1, 5, 30, 2), conversation(2, 9, 8)
     rows = [one[0], two[0], one[1], [7] * 40, two[1], one[2]]
     assert cut_by_tokens(rows, 10_000) == ((0, 2, 5, 3, 1, 4),)  # by the longest row of each
-    assert cut_by_tokens(rows, 70) == ((0, 2, 5), (3, 1), (4,))
+    assert cut_by_tokens(rows, 70) == ((0, 2, 5), (3,), (1, 4))
+
+
+def test_a_family_is_torn_apart_only_where_that_makes_fewer_micro_batches() -> None:
+    rows = [row for first in (1, 2, 3) for row in conversation(first, 10, 10, 10, 10)]  # 75 tokens each
+    assert cut_by_tokens(rows, 112) == ((0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11))
+    assert cut_by_tokens(rows, 120) == ((0, 1, 2, 3, 4, 5), (6, 7, 8, 9, 10, 11))
+    assert cut_by_tokens(rows, 160) == ((0, 1, 2, 3, 4, 5, 6, 7), (8, 9, 10, 11))
 
 
 def test_a_beginning_counts_a_quarter_where_it_is_repeated() -> None:

@@ -12,9 +12,10 @@ from torch import Tensor
 import tiny
 from forwards import assert_close, decoded_logits, reference_logits
 from headrace.engine.base import Generation, SamplingParams
+from headrace.engine.sampling import sample_tokens
 from headrace.engine.torch_engine import TorchEngine
 from headrace.models import native
-from headrace.models.causal import build_causal_model
+from headrace.models.causal import Draws, build_causal_model
 from headrace.models.llama import LlamaModel
 from headrace.models.packed import PackedRows
 
@@ -151,3 +152,70 @@ def test_a_product_of_few_rows_is_that_of_torch(outputs: int, inputs: int, bias:
         x = torch.randn(rows, inputs)
         want = torch.nn.functional.linear(x.double(), weight.double(), None if added is None else added.double())
         assert torch.allclose(kernels.few_rows(x, weight, added).double(), want, atol=1e-5 * inputs**0.5)
+
+
+# ---- several steps at once ----------------------------------------------------------------------------------------
+
+
+def sampled_one_by_one(
+    model: LlamaModel, rows: list[list[int]], steps: int
+) -> tuple[list[list[int]], list[list[float]]]:
+    cache, tokens, logprobs = filled(model, rows, steps), [[row[-1] for row in rows]], []
+    for step in range(steps):
+        hidden = model.decode(cache, torch.tensor(tokens[-1]), [len(row) - 1 + step for row in rows])
+        plain = [SamplingParams(temperature=1.0)] * len(rows)
+        drawn = sample_tokens(model.decode_logits(hidden), plain, seeds_of(rows), [3 + step] * len(rows))
+        tokens.append(drawn[0])
+        logprobs.append(drawn[1])
+    return tokens[1:], logprobs
+
+
+def seeds_of(rows: list[list[int]]) -> list[int]:
+    return [2**64 - 1 - slot for slot in range(len(rows))]
+
+
+def filled(model: LlamaModel, rows: list[list[int]], steps: int) -> Any:
+    cache = model.new_cache()
+    cache.ensure(len(rows), max(map(len, rows)) + steps)
+    longer = [slot for slot, row in enumerate(rows) if len(row) > 1]
+    model.prefill(cache, PackedRows.from_rows([rows[slot][:-1] for slot in longer]), longer)
+    return cache
+
+
+def sampled_at_once(model: LlamaModel, rows: list[list[int]], steps: int, stop_ids: tuple[int, ...] = ()) -> Any:
+    draws = Draws(seeds_of(rows), [3] * len(rows), stop_ids, steps)
+    last, lengths = torch.tensor([row[-1] for row in rows]), [len(row) - 1 for row in rows]
+    sampled = model.decode_and_sample(filled(model, rows, steps), last, lengths, draws)
+    assert sampled is not None
+    return tuple(x.tolist() for x in sampled)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_several_steps_at_once_are_the_same_to_the_bit(kind: str, threads: int) -> None:
+    model = make(tiny.tiny_model(kind, torch.float32))
+    torch.set_num_threads(threads)
+    for rows in (tiny.random_rows(5), tiny.random_rows(*range(1, 40))):
+        assert sampled_at_once(model, rows, 7) == sampled_one_by_one(model, rows, 7)
+
+
+def test_a_stop_ends_the_steps() -> None:
+    model = make(tiny.tiny_model("llama", torch.float32))
+    rows = tiny.random_rows(5, 6, 7)
+    tokens, logprobs = sampled_at_once(model, rows, 9)
+    stop = tokens[4][1]
+    first = next(step for step in range(9) if stop in tokens[step])
+    assert sampled_at_once(model, rows, 9, (10**6, stop)) == (tokens[: first + 1], logprobs[: first + 1])
+
+
+def test_without_room_for_all_steps_none_is_made() -> None:
+    model = make(tiny.tiny_model("llama", torch.float32))
+    cache = model.new_cache()
+    cache.ensure(1, 64)
+    with pytest.raises(IndexError, match="no room"):
+        model.decode_and_sample(cache, torch.tensor([1]), [cache.length - 2], Draws([1], [0], (), 3))
+
+
+def test_without_the_decoder_steps_are_made_one_by_one() -> None:
+    model = make(tiny.tiny_model("llama", torch.float32), decoder=False)
+    assert model.decode_and_sample(model.new_cache(), torch.tensor([1]), [0], Draws([1], [0], (), 3)) is None

@@ -44,13 +44,14 @@ class Played:
             tensor[slot, :, at] = self._next
         self.held[slot].append(self._next)
 
-    def leave(self, slot: int) -> None:
-        last = len(self.held) - 1
-        self.cache.free(slot)
-        if slot != last:
-            self.cache.move(last, slot, len(self.held[last]))
-            self.held[slot] = self.held[last]
-        self.held.pop()
+    def leave(self, slots: set[int]) -> None:
+        self.cache.free(slots)
+        for slot in sorted(slots, reverse=True):
+            last = len(self.held) - 1
+            if slot != last:
+                self.cache.move(last, slot, len(self.held[last]))
+                self.held[slot] = self.held[last]
+            self.held.pop()
 
     def check(self) -> None:
         for slot, numbers in enumerate(self.held):
@@ -79,7 +80,7 @@ def test_everyone_reads_what_was_written(seed: int, shares: bool) -> None:
             source = rng.randrange(count)
             played.join_as(source, rng.randint(1, len(played.held[source])))
         elif what == "leave":
-            played.leave(rng.randrange(count))
+            played.leave(set(rng.sample(range(count), rng.randint(1, min(3, count)))))
         elif count:
             played.write(rng.randrange(count))
         played.check()

@@ -398,3 +398,8 @@ def test_bfloat16_is_safe_where_the_machine_reports_units_that_it_does_not_have(
     environment = {key: value for key, value in os.environ.items() if key != "ONEDNN_MAX_CPU_ISA"}
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout.strip()) == (0, "64.0")
+
+
+def test_parameters_are_where_products_do_not_depend_on_their_place(tmp_path: Path) -> None:
+    model = load_model(ModelSection(name=str(tiny.saved_model("gpt2", tmp_path))))
+    assert all(parameter.data_ptr() % 64 == 0 for parameter in model.parameters())

@@ -143,7 +143,7 @@ ALLOWED: dict[str, tuple[dict[str, Any], str]] = {
     "trackers": ({"track": {"trackers": ["jsonl"]}}, 'track.trackers: ["console", "jsonl", "tensorboard"] → ["jsonl"]'),
     "engine": ({"engine": {"max_batch": 4}}, "engine.max_batch: 128 → 4"),
     "limits": ({"rollout": {"timeout_s": 5}}, "rollout.timeout_s: 600.0 → 5.0"),
-    "micro-batches": ({"backend": {"micro_batch_tokens": 64}}, "backend.micro_batch_tokens: 1536 → 64"),
+    "micro-batches": ({"backend": {"micro_batch_tokens": 64}}, "backend.micro_batch_tokens: 3072 → 64"),
     "placement": ({"trainer": {"placement": "separate"}}, 'trainer.placement: "colocate" → "separate"'),
 }  # fmt: skip
 

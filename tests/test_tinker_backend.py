@@ -102,7 +102,7 @@ async def test_a_loss_of_the_service_makes_the_same_step_as_ours(loss: str) -> N
         norm = (await backend.optim_step(1e-2, grad_scale([batch], algorithm))).reduce()["policy/grad_norm"]
         results.append([norm, *await scores(backend)])
         await backend.close()
-    assert results[0] == pytest.approx(results[1], abs=1e-5)
+    assert results[0] == pytest.approx(results[1], abs=1e-5, rel=1e-5)  # sums in another order
 
 
 async def test_a_new_run_goes_on_from_a_saved_state_which_is_its_reference(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from contracts.engine_harness import soon, submitted, under_way
 from headrace.engine.base import EvaluationView, Generation, SamplingParams
 from headrace.engine.torch_engine import TorchEngine
 from headrace.errors import ConfigError, EngineError
-from headrace.models.causal import build_causal_model
+from headrace.models.causal import Draws, build_causal_model
 from headrace.models.fingerprint import fingerprint
 from headrace.models.logprobs import target_logprobs
 from headrace.models.packed import PackedRows
@@ -44,6 +45,13 @@ class CountingModel:
         self._fail_if_broken()
         self.decodes.append(len(lengths))
         return self._model.decode(cache, ids_B, lengths)
+
+    def decode_and_sample(self, cache: Any, ids_B: torch.Tensor, lengths: Sequence[int], draws: Draws) -> Any:
+        self._fail_if_broken()
+        few = replace(draws, steps=min(draws.steps, 2))  # or all of a reply would be there before anything can happen
+        sampled = self._model.decode_and_sample(cache, ids_B, lengths, few)
+        self.decodes += [len(lengths)] * (0 if sampled is None else len(sampled[0]))
+        return sampled
 
     def _fail_if_broken(self) -> None:
         if self.broken:
@@ -299,7 +307,7 @@ async def test_with_fixed_shapes_nothing_shows_of_a_cache_that_was_released(make
         hf_model = tiny.add_lora(hf_model, "q_proj", "lm_head")
     engine, _ = make(hf_model, row_block=8)
     rows = [*tiny.random_rows(1, 2, 14), *tiny.random_rows(9) * 2]
-    requests = [(row, SamplingParams(max_tokens=60 + 3 * i)) for i, row in enumerate(rows)]
+    requests = [(row, SamplingParams(max_tokens=200 + 3 * i)) for i, row in enumerate(rows)]
     undisturbed = await generate_all(engine, requests)
     task = asyncio.ensure_future(generate_all(engine, requests))
     await submitted(engine, 5)

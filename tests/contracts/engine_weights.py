@@ -61,7 +61,7 @@ class WeightsContract(EngineHarness):
     async def test_recomputing_serves_all_that_are_in_flight(self, start: Start) -> None:
         engine = start(cache_on_publish="recompute", prefill_tokens=50)
         tasks = [
-            asyncio.ensure_future(engine.generate(self.prompt(n, n), SamplingParams(max_tokens=60), n))
+            asyncio.ensure_future(engine.generate(self.prompt(n, n), SamplingParams(max_tokens=self.long), n))
             for n in (1, 3, 8, 20)
         ]
         await submitted(engine, 4)

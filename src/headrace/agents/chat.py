@@ -92,7 +92,7 @@ class ChatTemplate:
         text = self.decode(generation.completion_ids)
         cut = min((at for at in (text.find(word) for word in stop) if at >= 0), default=len(text))
         text = text[:cut]
-        reasoning, content = _split_reasoning(text, self._opens_thinking(generation.prompt_ids))
+        reasoning, content = self._split_reasoning(text, generation.prompt_ids)
         content, tool_calls = split_tool_calls(content, tools, call) if tools else (content, ())
         return ModelOutput(
             text=text,
@@ -133,6 +133,14 @@ class ChatTemplate:
             raise DataError("a demonstration needs at least one assistant message, and this conversation has none")
         return steps
 
+    def _split_reasoning(self, text: str, prompt_ids: Sequence[Any]) -> tuple[str | None, str]:
+        if _THINK_CLOSE not in text:
+            return None, text
+        if not text.lstrip().startswith(_THINK_OPEN) and not self._opens_thinking(prompt_ids):
+            return None, text
+        thought, _, content = text.partition(_THINK_CLOSE)
+        return thought.lstrip().removeprefix(_THINK_OPEN).strip("\n"), content.lstrip("\n")
+
     def _opens_thinking(self, prompt_ids: Sequence[Any]) -> bool:
         """Whether the template itself began the reply's reasoning."""
         tail = [token for token in prompt_ids[-_TAIL:] if isinstance(token, int)]
@@ -154,10 +162,3 @@ class ChatTemplate:
             return self._tokenizer.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=generate, **shown
             )
-
-
-def _split_reasoning(text: str, opened: bool) -> tuple[str | None, str]:
-    if not (opened or text.lstrip().startswith(_THINK_OPEN)) or _THINK_CLOSE not in text:
-        return None, text
-    thought, _, content = text.partition(_THINK_CLOSE)
-    return thought.lstrip().removeprefix(_THINK_OPEN).strip("\n"), content.lstrip("\n")

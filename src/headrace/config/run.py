@@ -58,10 +58,10 @@ class BackendSection(Section):
 
     name: str = "local"
     """A registered backend."""
-    micro_batch_tokens: int = Field(default=1536, ge=1)
+    micro_batch_tokens: int = Field(default=3072, ge=1)
     """Tokens packed into one forward and backward pass; those that a row has in common with the one before it count a
     quarter."""
-    logits_chunk: int = Field(default=1024, ge=1)
+    logits_chunk: int = Field(default=2048, ge=1)
     """Positions whose logits are in memory at once."""
     share_prefixes: bool = True
     """Run what rows of a pass begin alike with (a group's prompt, the turns of a conversation) only once."""

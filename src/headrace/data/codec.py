@@ -58,7 +58,7 @@ def _required(cls: type) -> list[str]:
     return [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
 
 
-_SCALARS = (str, int, float, bool, NoneType)
+_SCALARS = frozenset({str, int, float, bool, NoneType})
 
 
 def copied(value: Any) -> Any:
@@ -69,7 +69,7 @@ def copied(value: Any) -> Any:
     if kind is dict:
         return {key: copied(item) for key, item in value.items()}
     if kind is list:
-        return [copied(item) for item in value]
+        return value.copy() if _SCALARS.issuperset(map(type, value)) else [copied(item) for item in value]
     return copy.deepcopy(value)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 _BEGINNING = 16  # tokens by which rows are taken to begin alike
@@ -13,30 +14,59 @@ def cut_by_tokens(rows: Sequence[Sequence[Any]], budget: int, together: int = 1)
     """Indices of rows in micro-batches of at most `budget` tokens (or one unit that is longer).
 
     Rows that begin alike (a group's, a conversation's) keep their order and come together, so that a model may run the
-    beginning once, and it counts less; beyond that, rows of similar length do, so that little is padded where padding
-    is needed. A unit of `together` consecutive rows (2 for preference pairs) is never torn apart.
+    beginning once, and it counts less; they are not torn apart where that needs no more micro-batches. Beyond that,
+    rows of similar length come together, so that little is padded where padding is needed. A unit of `together`
+    consecutive rows (2 for preference pairs) is never torn apart.
     """
-    families: dict[str, list[range]] = {}
+    families = _families(rows, together)
+    fewest, whole = (_filled(families, budget, apart) for apart in (False, True))
+    return whole if len(whole) == len(fewest) else fewest
+
+
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    rows: range
+    alone: float
+    """Tokens, if a micro-batch begins with it."""
+    more: float
+    """Tokens, after the unit before it in its family."""
+
+
+def _families(rows: Sequence[Sequence[Any]], together: int) -> list[list[_Unit]]:
+    alike: dict[str, list[range]] = {}
     for start in range(0, len(rows), together):
-        families.setdefault(str(rows[start][:_BEGINNING]), []).append(range(start, start + together))
+        alike.setdefault(str(rows[start][:_BEGINNING]), []).append(range(start, start + together))
 
     def longest(family: list[range]) -> int:
         return max(len(rows[i]) for unit in family for i in unit)
 
-    batches: list[list[int]] = []
-    room = 0.0
-    for family in sorted(families.values(), key=lambda family: (-longest(family), family[0].start)):
+    families: list[list[_Unit]] = []
+    for family in sorted(alike.values(), key=lambda family: (-longest(family), family[0].start)):
+        families.append([])
         before: Sequence[Any] = ()
         for unit in family:
-            size = 0.0
+            more = 0.0
             for row in (rows[i] for i in unit):
-                alike = _common(before, row)
-                size += len(row) - (1 - _REPEATED) * alike * (alike >= _BEGINNING)
+                common = _common(before, row)
+                more += len(row) - (1 - _REPEATED) * common * (common >= _BEGINNING)
                 before = row
+            families[-1].append(_Unit(unit, float(sum(len(rows[i]) for i in unit)), more))
+    return families
+
+
+def _filled(families: Sequence[Sequence[_Unit]], budget: float, apart: bool) -> tuple[tuple[int, ...], ...]:
+    """`apart`: what fits into a micro-batch only without what is there already gets one of its own."""
+    batches: list[list[int]] = []
+    room = 0.0
+    for family in families:
+        if apart and room < sum(unit.more for unit in family) <= budget:
+            room = 0.0
+        for unit in family:
+            size = unit.more
             if size > room:
                 batches.append([])
-                room, size = float(budget), float(sum(len(rows[i]) for i in unit))
-            batches[-1] += unit
+                room, size = budget, unit.alone
+            batches[-1] += unit.rows
             room -= size
     return tuple(tuple(batch) for batch in batches)
 

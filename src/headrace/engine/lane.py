@@ -7,6 +7,7 @@ prefill.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 
@@ -15,10 +16,11 @@ import torch
 from headrace.data.packing import cut_by_tokens
 from headrace.engine.kept import KeptCaches
 from headrace.engine.request import Request
-from headrace.engine.sampling import sample_tokens
-from headrace.models.causal import CausalModel
+from headrace.engine.sampling import is_plain, sample_tokens
+from headrace.models.causal import CausalModel, Draws
 from headrace.models.packed import PackedRows
 
+_MOST_STEPS, _MOST_STEPS_S = 16, 0.01  # of one native call, which nothing interrupts
 _ROOM = 128  # tokens of a reply for which there is room from the beginning: to make more means to copy all caches
 
 
@@ -38,6 +40,8 @@ class Lane:
         self._cache = model.new_cache()
         # what was decoded is rounded otherwise than what is prefilled, which fixed shapes are meant to rule out
         self._kept = KeptCaches(kept_tokens if model.shares_prefixes and not model.row_block else 0)
+        self.sampled = 0  # tokens, since the lane is there
+        self._steps = 1  # of the next native call
         self._cached = True  # False: the caches of running sequences are gone, or out of date
 
     @property
@@ -64,11 +68,10 @@ class Lane:
 
     def drop_cancelled_running(self) -> None:
         """Free the places of running requests whose callers have gone."""
-        for request in [r for r in self.running if r.result.cancelled()]:
-            self._leave(request)
+        self._leave([r for r in self.running if r.result.cancelled()])
 
     def advance(self, joined: Sequence[Request]) -> list[tuple[Request, str]]:
-        """One token for every running sequence and those that join; what has ended by it, with the reason."""
+        """A token or a few for every running sequence and those that join; what has ended by it, with the reason."""
         if not self._cached:
             self._rebuild()
         if joined:
@@ -76,13 +79,14 @@ class Lane:
             self.running += joined
             self._cache.ensure(len(self.running), max(len(r.prompt) + min(r.limit, _ROOM) for r in joined))
             self._prefill(joined, first)
+            self._steps = 1  # others may be about to join as well
         if not self.running:
             return []
         self._decode()
         ended = [(request, reason) for request in self.running if (reason := request.finish_reason()) is not None]
-        for request, _ in ended:  # only now that all have their token: leaving moves a sequence to another slot
+        for request, _ in ended:
             self._keep(request)
-            self._leave(request)
+        self._leave([request for request, _ in ended])
         return ended
 
     def load(self, version: int, model: CausalModel | None, recompute: bool) -> None:
@@ -106,17 +110,18 @@ class Lane:
         self.running = []
         self._cache, self._cached = self.model.new_cache(), True
 
-    def _leave(self, request: Request) -> None:
-        """Free the request's slot; the last sequence moves into it so that slots stay contiguous."""
-        slot, last = self.running.index(request), len(self.running) - 1
-        if self._cached:
-            self._cache.free(slot)
-        if slot != last:
-            mover = self.running[last]
+    def _leave(self, requests: Sequence[Request]) -> None:
+        """Free the requests' slots; the last sequences move into them so that slots stay contiguous."""
+        gone = {self.running.index(request) for request in requests}
+        if self._cached and gone:
+            self._cache.free(gone)
+        left = len(self.running) - len(gone)
+        movers = (slot for slot in range(left, len(self.running)) if slot not in gone)
+        for slot, mover in zip(sorted(slot for slot in gone if slot < left), movers, strict=True):
             if self._cached:
-                self._cache.move(last, slot, mover.cached)
-            self.running[slot] = mover
-        self.running.pop()
+                self._cache.move(mover, slot, self.running[mover].cached)
+            self.running[slot] = self.running[mover]
+        del self.running[left:]
 
     def _prefill(self, joined: Sequence[Request], first_slot: int) -> None:
         owners = {r.prompt: i for i, r in enumerate(self.running[:first_slot]) if r.prefill_version == self.version}
@@ -162,18 +167,32 @@ class Lane:
     @torch.no_grad()
     def _decode(self) -> None:
         running = self.running
-        ids_B = torch.tensor([r.last_token for r in running])
-        lengths = [r.cached for r in running]
+        ids_B, lengths = torch.tensor([r.last_token for r in running]), [r.cached for r in running]
+        seeds, positions = [r.seed for r in running], [len(r.ids) for r in running]
+        if all(is_plain(r.params) for r in running):
+            steps = 1 if any(r.params.stop for r in running) else self._steps
+            steps = min(steps, *(r.limit - len(r.ids) for r in running))
+            draws = Draws(seeds, positions, frozenset[int]().union(*(r.stop_ids for r in running)), steps)
+            self._cache.ensure(len(running), max(lengths) + steps)
+            began = time.perf_counter()
+            sampled = self.model.decode_and_sample(self._cache, ids_B, lengths, draws)
+            if sampled is not None:
+                tokens_SB, logprobs_SB = sampled
+                step_s = (time.perf_counter() - began) / len(tokens_SB)
+                self._steps = max(1, min(2 * self._steps, _MOST_STEPS, int(_MOST_STEPS_S / step_s)))
+                for request, tokens, logprobs in zip(
+                    running, tokens_SB.t().tolist(), logprobs_SB.t().tolist(), strict=True
+                ):
+                    request.take(tokens, logprobs, logprobs, self.version)
+                self.sampled += tokens_SB.numel()
+                return
         self._cache.ensure(len(running), max(lengths) + 1)
         hidden = self.model.decode(self._cache, ids_B, lengths)
-        tokens, logprobs, model_logprobs = sample_tokens(
-            self.model.decode_logits(hidden),
-            [r.params for r in running],
-            [r.seed for r in running],
-            [len(r.ids) for r in running],
-        )
-        for request, token, logprob, model_logprob in zip(running, tokens, logprobs, model_logprobs, strict=True):
-            request.take(token, logprob, model_logprob, self.version)
+        logits_BV = self.model.decode_logits(hidden)
+        drawn = sample_tokens(logits_BV, [r.params for r in running], seeds, positions)
+        for request, token, logprob, model_logprob in zip(running, *drawn, strict=True):
+            request.take([token], [logprob], [model_logprob], self.version)
+        self.sampled += len(running)
 
     def _rebuild(self) -> None:
         """Compute the caches of all running sequences again, under the weights of now."""

@@ -87,12 +87,14 @@ class Request:
     def last_token(self) -> int:
         return self.ids[-1] if self.ids else self.prompt[-1]
 
-    def take(self, token: int, logprob: float, model_logprob: float, version: int) -> None:
-        """Append one sampled token."""
-        self.ids.append(token)
-        self.logprobs.append(logprob)
-        self.model_logprobs.append(model_logprob)
-        self.versions.append(version)
+    def take(
+        self, tokens: Sequence[int], logprobs: Sequence[float], model_logprobs: Sequence[float], version: int
+    ) -> None:
+        """Append what was sampled; only the last token may be one that ends the reply."""
+        self.ids += tokens
+        self.logprobs += logprobs
+        self.model_logprobs += model_logprobs
+        self.versions += [version] * len(tokens)
 
     def start_over(self) -> None:
         """Forget what has been sampled."""

@@ -37,7 +37,7 @@ def sample_tokens(
     """(tokens, log-probabilities under the sampling distribution, log-probabilities at temperature 1)."""
     logits_BV = logits_BV.to(torch.promote_types(logits_BV.dtype, torch.float32))
     uniforms_B = torch.from_numpy(uniforms(seeds, positions))
-    if all(_plain(p) for p in params):
+    if all(is_plain(p) for p in params):
         tokens_B, logprobs_B = _inverse_cdf(logits_BV, uniforms_B)
         logprobs = logprobs_B.tolist()
         return tokens_B.tolist(), logprobs, logprobs
@@ -63,7 +63,8 @@ def sample_tokens(
     return tokens_B.tolist(), logprobs_B.tolist(), model_B.tolist()
 
 
-def _plain(params: SamplingParams) -> bool:
+def is_plain(params: SamplingParams) -> bool:
+    """Whether tokens are drawn from the model's own distribution."""
     return params.temperature == 1 and not params.top_k and params.top_p in (None, 1.0)
 
 

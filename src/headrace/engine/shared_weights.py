@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from headrace.errors import EngineError
+from headrace.models.bulk import THREADS, bulk_map
 from headrace.models.causal import CausalModel
-from headrace.models.modules import copy_modules, trained_parameters
+from headrace.models.modules import ALIGNMENT, copy_modules, trained_parameters
 
 BUFFERS = 3
-_ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +83,15 @@ class SharedWeights:
         return min(free, key=lambda buffer: (buffer not in self._written, buffer))
 
     def write(self, buffer: int) -> None:
-        """Copy the learner's weights as they are now: one copy per storage, at the speed of memory."""
+        """Copy the learner's weights as they are now, at the speed of memory."""
         spans = _spans(self._trained).values()  # anew: someone may have moved a parameter to other memory
         assert [span.in_buffer for span in spans] == self._slices, "parameters are laid out otherwise than at the start"
         whole = np.frombuffer(self._maps[buffer], dtype=np.uint8)
+        pieces: list[tuple[np.ndarray, np.ndarray]] = []
         for span in spans:
-            whole[span.in_buffer] = span.content()
+            target, source = (np.array_split(x, THREADS) for x in (whole[span.in_buffer], span.content()))
+            pieces += zip(target, source, strict=True)
+        bulk_map(lambda piece: np.copyto(*piece), pieces, whole.nbytes)
         self._written.add(buffer)
 
     def release(self, buffer: int) -> None:
@@ -180,7 +183,7 @@ def _layout(parameters: dict[str, nn.Parameter], spans: dict[int, _Span]) -> Lay
 
 
 def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def _anonymous_file(size: int) -> int:

@@ -1,7 +1,7 @@
 """The built-in engine: continuous batching, on the very weights that the learner trains.
 
-One thread owns the model. Between two decoding steps it takes in what has arrived (requests, cancellations, new
-weights, pauses); within a step every running sequence gets one token. Sequences are decoded in lanes: the live one,
+One thread owns the model. Between two decoding steps, or a few, it takes in what has arrived (requests, cancellations,
+new weights, pauses); within a step every running sequence gets one token. Sequences are decoded in lanes: the live one,
 whose weights are replaced by publications, and, while weights are pinned, one on those, which goes first.
 """
 
@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 
 from headrace.engine.base import DEFAULT_SAMPLING, EngineHealth, Generation, SamplingParams
+from headrace.engine.delivery import Deliveries
 from headrace.engine.lane import Lane
 from headrace.engine.request import Detokenize, Request, checked_ids, settle
 from headrace.errors import ConfigError, DataError, EngineError
@@ -26,7 +27,7 @@ from headrace.models.causal import CausalModel
 from headrace.models.fingerprint import fingerprint
 from headrace.models.logprobs import target_logprobs
 from headrace.models.packed import PackedRows
-from headrace.passing_threads import run_apart
+from headrace.tensor_threads import TensorThread, run_apart
 
 
 def usable_length(model: CausalModel, wanted: int | None) -> int:
@@ -63,6 +64,7 @@ class TorchEngine:
         defaults: SamplingParams = DEFAULT_SAMPLING,
         cache_on_publish: Literal["keep", "recompute"] = "keep",
         copy_model: Callable[[CausalModel], CausalModel] = lambda model: model.copy(),
+        shared_thread: TensorThread | None = None,
     ) -> None:
         self._eos_ids = frozenset(eos_ids)
         self._detokenize = detokenize
@@ -70,6 +72,7 @@ class TorchEngine:
         self._defaults = defaults.filled(DEFAULT_SAMPLING)
         self._recompute = cache_on_publish == "recompute"
         self._copy_model = copy_model
+        self._shared_thread = shared_thread
         self.max_model_length = usable_length(model, max_model_length)
         self._vocabulary = model.vocabulary
         self._live = Lane(model, 0, *self._limits)
@@ -77,6 +80,7 @@ class TorchEngine:
         self._unpinned: Future[None] | None = None  # set while the pinned lane finishes
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._wake = threading.Condition()
+        self._deliveries = Deliveries()
         self._paused = False
         self._dropping = False  # whether cancelled requests are about to be dropped
         self._closing = False
@@ -105,7 +109,7 @@ class TorchEngine:
                 (self._live.urgent if pinned else self._live.waiting).append(request)
             self._wake.notify()
         try:
-            return await asyncio.wrap_future(request.result)
+            return await self._deliveries.wait(request.result)
         except asyncio.CancelledError:
             self._cancel(request)
             raise
@@ -209,14 +213,17 @@ class TorchEngine:
     # ---- the engine's threads -------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Wait for work, and have it done on a thread that ends when there is none for a while."""
+        """Wait for work, and have it done on the shared thread, or on one that ends when there is none for a while."""
         while self._error is None:
             with self._wake:
                 while not (self._calls or self._closing or self._decodable()):
                     self._wake.wait()
                 if self._closing:
                     break
-            run_apart(self._work)
+            if self._shared_thread is None:
+                run_apart(self._work)
+            else:
+                self._shared_thread.submit(self._work).result()
         self._fail_everything()
 
     def _work(self) -> None:
@@ -227,14 +234,17 @@ class TorchEngine:
                     self._advance(lane)
                 self._finish_unpinning()
                 self._busy_s += time.perf_counter() - started
+                if self._shared_thread is not None and self._shared_thread.wanted:
+                    return
         except BaseException as error:  # whatever it is, every waiting caller must hear of it
             self._error = error
 
     def _next_work(self) -> bool:
-        """Do queued calls; whether there is something to decode then. A short while is waited for it."""
+        """Do queued calls; whether there is something to decode then. A short while is waited for it, if none waits."""
         while True:
             with self._wake:
-                if not (self._calls or self._closing or self._paused or self._decodable()):
+                idle = not (self._calls or self._closing or self._paused or self._decodable())
+                if idle and self._shared_thread is None:
                     self._wake.wait(_LINGER_S)
                 if self._closing or not (self._calls or self._decodable()):
                     return False
@@ -259,8 +269,9 @@ class TorchEngine:
     def _advance(self, lane: Lane) -> None:
         with self._wake:
             joined = lane.take_waiting()
+        before = lane.sampled
         ended = lane.advance(joined)
-        self._generated += len(lane.running) + len(ended)
+        self._generated += lane.sampled - before
         for request, reason in ended:
             settle(request.result, lambda r=request, why=reason: r.generation(why))
 

@@ -6,7 +6,8 @@ only where it is needed. `prefill` and `decode` work on slots of a key/value cac
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -26,8 +27,8 @@ class SlotCache(Protocol):
         """Let a free slot begin with the first `length` positions of another."""
         ...
 
-    def free(self, slot: int) -> None:
-        """Forget a slot, but not what others have in it."""
+    def free(self, slots: Collection[int]) -> None:
+        """Forget slots, but not what others have in them."""
         ...
 
     def move(self, source: int, target: int, length: int) -> None:
@@ -45,6 +46,18 @@ class SlotCache(Protocol):
     def release(self) -> None:
         """Give all memory back."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """How slots' next tokens are drawn at temperature 1: slot b's first by number `positions[b]` of its seed's."""
+
+    seeds: Sequence[int]
+    positions: Sequence[int]
+    stop_ids: Collection[int]
+    """Once one of these has been drawn, for any slot, no further step is made."""
+    steps: int
+    """At most so many."""
 
 
 class CausalModel(Protocol):
@@ -83,6 +96,12 @@ class CausalModel(Protocol):
 
     def decode(self, cache: Any, ids_B: Tensor, lengths: Sequence[int]) -> Tensor:
         """Feed one token to each of slots 0..B-1, whose caches hold `lengths` tokens; hidden states [B, D]."""
+        ...
+
+    def decode_and_sample(
+        self, cache: Any, ids_B: Tensor, lengths: Sequence[int], draws: Draws
+    ) -> tuple[Tensor, Tensor] | None:
+        """`decode` and draw, several times over: (tokens, log-probabilities), both [S, B]. None: only one by one."""
         ...
 
     def weights(self) -> list[Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from headrace.models.causal import Draws
 from headrace.models.modules import copy_modules, copy_weights, trained_parameters
 from headrace.models.packed import PackedRows
 
@@ -36,12 +37,13 @@ class CacheList:
     def share(self, source: int, target: int, length: int) -> None:
         self.slots[target] = self.take(source, length)
 
-    def free(self, slot: int) -> None:
-        self.slots[slot] = Slot()
+    def free(self, slots: Collection[int]) -> None:
+        for slot in slots:
+            self.slots[slot] = Slot()
 
     def move(self, source: int, target: int, length: int) -> None:
         self.slots[target] = self.slots[source]  # which holds no more than that
-        self.free(source)
+        self.free([source])
 
     def take(self, slot: int, length: int) -> Slot:
         return _first(self.slots[slot], length)
@@ -112,6 +114,9 @@ class TransformersModel:
     @torch.no_grad()
     def decode_logits(self, hidden_BD: Tensor) -> Tensor:
         return torch.cat([self._sampler.head(row) for row in hidden_BD.split(1)]) if self._split_head else hidden_BD
+
+    def decode_and_sample(self, cache: CacheList, ids_B: Tensor, lengths: Sequence[int], draws: Draws) -> None:
+        return None
 
     def weights(self) -> list[Tensor]:
         return [parameter.data for parameter in self._trained]

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import xxhash
 from torch import Tensor
 
+from headrace.models.bulk import bulk_map
+
 _PARTS = 8
-_THREADS = 2  # one does not read as fast as memory can
-_WORTH_THREADS = 2**24  # bytes
 
 
 def fingerprint(given: Iterable[Tensor]) -> str:
@@ -23,12 +22,7 @@ def fingerprint(given: Iterable[Tensor]) -> str:
     for weight in weights:
         parts[min(_PARTS * before // max(total, 1), _PARTS - 1)].append(weight)
         before += weight.nbytes
-    if total < _WORTH_THREADS:
-        digests = list(map(_digest, parts))
-    else:
-        with ThreadPoolExecutor(_THREADS) as pool:
-            digests = list(pool.map(_digest, parts))
-    return xxhash.xxh3_64(b"".join(digests)).hexdigest()
+    return xxhash.xxh3_64(b"".join(bulk_map(_digest, parts, total))).hexdigest()
 
 
 def _digest(weights: Sequence[Tensor]) -> bytes:

@@ -60,6 +60,16 @@ class FusedLinear:
             for layer, part in zip(self._plain, grad_NO.sum(0).split(self.sizes), strict=True):
                 add_gradient(layer.bias, part)
 
+    def add_weight_gradient(self, grad_OD: Tensor) -> None:
+        """Add to the gradient of the weights, all of them end to end."""
+        parameters = [layer.weight for layer in self._plain]
+        held = [p.grad for p in parameters if p.grad is not None]
+        if len(held) == len(parameters) and _end_to_end(held):
+            _whole(held).add_(grad_OD)
+            return
+        for parameter, part in zip(parameters, grad_OD.split(self.sizes), strict=True):
+            add_gradient(parameter, part)
+
     def read_for(self) -> dict[nn.Parameter, Tensor]:
         """The part of the shared buffers that `fused` reads for each parameter."""
         found = dict(zip((layer.weight for layer in self._plain), self.weight.split(self.sizes), strict=True))

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from headrace.models import whole
+from headrace.models.causal import Draws
 from headrace.models.elementwise import normed, swiglu, turn_
 from headrace.models.linear import FusedLinear
 from headrace.models.llama_cache import LENGTH_GRAIN, LlamaCache, round_up
@@ -25,6 +26,7 @@ from headrace.models.modules import copy_weights, trained_parameters
 from headrace.models.native import kernels_for
 from headrace.models.native.decoder import Decoder, fits
 from headrace.models.packed import PackedRows
+from headrace.models.tree_attention import Angles, attention_with_past, tree_attention
 
 _FAMILY = {"llama", "qwen2", "qwen3", "mistral"}
 _STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
@@ -200,6 +202,14 @@ class LlamaModel:
             x = _feed_forward(layer, x, self._fused)
         return _rms_norm(x[:count], self._norm)
 
+    def decode_and_sample(
+        self, cache: LlamaCache, ids_B: Tensor, lengths: Sequence[int], draws: Draws
+    ) -> tuple[Tensor, Tensor] | None:
+        if (decoder := self._decoder) is None:
+            return None
+        angles_Pd = self._angle_table(max(lengths) + draws.steps)
+        return decoder.decode_and_sample(ids_B, torch.tensor(lengths), angles_Pd, cache, draws)
+
     def _run(self, rows: PackedRows, keep: Any = None, past: Any = None) -> Tensor:
         """All layers over packed rows.
 
@@ -227,28 +237,24 @@ class LlamaModel:
         return self._plain and (trained or not torch.is_grad_enabled())
 
     def _block(
-        self, index: int, x: Tensor, angles: whole.Angles, rows: PackedRows, keep: Any = None, past: Any = None
+        self, index: int, x: Tensor, angles: Angles, rows: PackedRows, keep: Any = None, past: Any = None
     ) -> Tensor:
         layer = self._layers[index]
         apply = FusedLinear.apart if keep is None else FusedLinear.fused
         qkv_NHd = self._project(layer, x, apply)
         if keep is None:
-            mixed_ND = self._attend(qkv_NHd, angles, rows)
+            mixed_ND = tree_attention(qkv_NHd, angles, rows, self._kv_heads).flatten(1)
         else:
             self._keep(keep, index, qkv_NHd, angles)
             seen = past(index) if past else ()
-            mixed_ND = whole.attention_with_past(qkv_NHd, rows, self._kv_heads, seen).flatten(1)
+            mixed_ND = attention_with_past(qkv_NHd, rows, self._kv_heads, seen).flatten(1)
         x = x + apply(layer.out, mixed_ND)
         return _feed_forward(layer, x, apply)
 
-    def _whole_block(self, index: int, x: Tensor, angles: whole.Angles, rows: PackedRows, *_: Any) -> Tensor:
-        layer = self._layers[index]
-        qkv_ND = whole.normed_linear(x, layer.norm_1, layer.qkv)
-        mixed_ND = self._attend(self._by_head(layer, qkv_ND), angles, rows)
-        x = whole.linear_added(x, mixed_ND, layer.out)
-        return whole.feed_forward(x, layer.norm_2, layer.gate_up, layer.down)
+    def _whole_block(self, index: int, x: Tensor, angles: Angles, rows: PackedRows, *_: Any) -> Tensor:
+        return whole.layer(x, self._layers[index], angles, rows, self._kv_heads)
 
-    def _keep(self, keep: Any, index: int, qkv_NHd: Tensor, angles: whole.Angles) -> None:
+    def _keep(self, keep: Any, index: int, qkv_NHd: Tensor, angles: Angles) -> None:
         _, k, v = turn_(qkv_NHd, angles, self._heads + self._kv_heads).split(self._stacked, dim=1)
         keep(index, k, v)
 
@@ -267,18 +273,14 @@ class LlamaModel:
         q, k = _norm_heads(q, layer.q_norm), _norm_heads(k, layer.k_norm)
         return torch.cat((q, k, v), dim=1)
 
-    def _attend(self, qkv_NHd: Tensor, angles: whole.Angles, rows: PackedRows) -> Tensor:
-        """What each token's row lets it see."""
-        return whole.tree_attention(qkv_NHd, angles, rows, self._kv_heads).flatten(1)
-
     @cached_property
     def _decoder(self) -> Decoder | None:
         """All of a decoding step in one native call, where that is to be had."""
         weight = self._embedding.weight
         kernels = kernels_for(weight)
-        if kernels is None or not self._plain or not fits(self._layers, self._dim):
+        if kernels is None or not self._plain or not fits(self._layers, self._head, self._dim):
             return None
-        return Decoder(kernels, self._layers, self._heads, self._kv_heads, self._dim, weight, self._norm)
+        return Decoder(kernels, self._layers, self._heads, self._kv_heads, self._dim, weight, self._norm, self._head)
 
     def _angles(self, positions_N: Tensor, longest: int) -> tuple[Tensor, Tensor]:
         cos_Pd, sin_Pd = self._angle_table(longest)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -57,17 +57,12 @@ class LlamaCache:
             self._copy(stem, target, 0, known)
             self._copy(source, target, known, length)
 
-    def free(self, slot: int) -> None:
-        self._hang(slot, 0, 0)
-        hanging = self._hanging_on(slot)
-        if not hanging:
-            return
-        heir = max(hanging, key=lambda other: int(self.stem_lengths[other]))
-        self._copy(slot, heir, 0, int(self.stem_lengths[heir]))
-        self._hang(heir, 0, 0)
-        for other in hanging:
-            if other != heir:
-                self.stem_slots[other] = heir
+    def free(self, slots: Collection[int]) -> None:
+        for slot in slots:
+            self._hang(slot, 0, 0)
+        if self.stem_lengths.any():
+            for slot in slots:
+                self._leave_to_heir(slot)
 
     def move(self, source: int, target: int, length: int) -> None:
         stem, known = self._stem(source)
@@ -109,6 +104,17 @@ class LlamaCache:
 
     def _hanging_on(self, slot: int) -> list[int]:
         return ((self.stem_slots == slot) & (self.stem_lengths > 0)).nonzero().flatten().tolist()
+
+    def _leave_to_heir(self, slot: int) -> None:
+        hanging = self._hanging_on(slot)
+        if not hanging:
+            return
+        heir = max(hanging, key=lambda other: int(self.stem_lengths[other]))
+        self._copy(slot, heir, 0, int(self.stem_lengths[heir]))
+        self._hang(heir, 0, 0)
+        for other in hanging:
+            if other != heir:
+                self.stem_slots[other] = heir
 
     def _copy(self, source: int, target: int, first: int, last: int) -> None:
         for tensor in (*self.keys, *self.values):

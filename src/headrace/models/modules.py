@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-_ALIGNMENT = 64  # bytes; as the tensor library aligns what it allocates
+ALIGNMENT = 64  # bytes; as the tensor library aligns what it allocates
 
 
 def copy_modules(hf_model: Any, replaced: Mapping[nn.Parameter, nn.Parameter] | None = None) -> Any:
@@ -29,13 +29,20 @@ def trained_parameters(hf_model: Any) -> list[nn.Parameter]:
     return [parameter for parameter in hf_model.parameters() if parameter.requires_grad]
 
 
+def align(hf_model: Any) -> None:
+    """Move parameters off odd places, as they have in a mapped file: there, products are rounded otherwise."""
+    for parameter in hf_model.parameters():
+        if parameter.data_ptr() % ALIGNMENT:
+            parameter.data = parameter.data.clone()
+
+
 def lay_end_to_end(hf_model: Any) -> None:
     """Move the trained parameters into one piece of memory, which is copied twice as fast as many small ones."""
     trained = trained_parameters(hf_model)
     starts, size = [], 0
     for parameter in trained:
         starts.append(size)
-        size += -(-parameter.nbytes // _ALIGNMENT) * _ALIGNMENT
+        size += -(-parameter.nbytes // ALIGNMENT) * ALIGNMENT
     whole = torch.empty(size, dtype=torch.uint8)
     for parameter, start in zip(trained, starts, strict=True):
         place = whole[start : start + parameter.nbytes].view(parameter.dtype).view(parameter.shape)

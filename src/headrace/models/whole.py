@@ -1,4 +1,4 @@
-"""Parts of a decoder layer whose backward passes are written out, for training all weights.
+"""A decoder's layers with their backward passes written out, for training all weights.
 
 Autograd keeps every intermediate, makes a tensor for each weight's gradient and adds it to the last one in another
 pass over memory. These keep what is dear to compute, compute again what is cheap, and add to `.grad` within the matrix
@@ -7,7 +7,7 @@ product; the parameters are no inputs of theirs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,12 +17,11 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from headrace.models.elementwise import norm_backward, normed, probabilities, swiglu, swiglu_backward, turn_
-from headrace.models.linear import FusedLinear
-from headrace.models.native import attention as native_attention
-from headrace.models.native import kernels_for
-from headrace.models.packed import PackedRows, Stem
-
-Angles = tuple[Tensor, Tensor]
+from headrace.models.linear import FusedLinear, add_gradient
+from headrace.models.native import narrow
+from headrace.models.native.narrow import narrow_kernels
+from headrace.models.packed import PackedRows
+from headrace.models.tree_attention import Angles, tree_backward, tree_forward
 
 
 def embed(embedding: Any, ids_N: Tensor) -> Tensor:
@@ -30,19 +29,9 @@ def embed(embedding: Any, ids_N: Tensor) -> Tensor:
     return _Embed.apply(embedding.weight, ids_N, embedding.padding_idx)  # type: ignore[no-any-return]
 
 
-def normed_linear(x_ND: Tensor, norm: Any, linear: FusedLinear) -> Tensor:
-    """All outputs of the linear layers on the normed input."""
-    return _NormedLinear.apply(x_ND, norm, linear)  # type: ignore[no-any-return]
-
-
-def linear_added(x_ND: Tensor, y_NE: Tensor, linear: FusedLinear) -> Tensor:
-    """x + linear(y)."""
-    return _LinearAdded.apply(x_ND, y_NE, linear)  # type: ignore[no-any-return]
-
-
-def feed_forward(x_ND: Tensor, norm: Any, gate_up: FusedLinear, down: FusedLinear) -> Tensor:
-    """x + down(silu(gate) * up) of the normed input."""
-    return _FeedForward.apply(x_ND, norm, gate_up, down)  # type: ignore[no-any-return]
+def layer(x_ND: Tensor, parts: Any, angles: Angles, rows: PackedRows, kv_heads: int) -> Tensor:
+    """All of one decoder layer; `parts` has its linear layers and norms."""
+    return _Layer.apply(x_ND, parts, angles, rows, kv_heads)  # type: ignore[no-any-return]
 
 
 def chosen_logprobs(
@@ -50,14 +39,6 @@ def chosen_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """(log-probability of each target, entropy of each distribution, which has no gradient)."""
     return _ChosenLogprobs.apply(hidden_MD, head, targets_M, temperatures_M)  # type: ignore[no-any-return]
-
-
-def tree_attention(qkv_NHd: Tensor, angles: Angles, rows: PackedRows, kv_heads: int) -> Tensor:
-    """What each token sees of its own piece and of those that it hangs on.
-
-    Queries, keys and values are stacked along the heads; queries and keys are turned by their angles first, in place.
-    """
-    return _TreeAttention.apply(qkv_NHd, angles, rows, kv_heads)  # type: ignore[no-any-return]
 
 
 class _Embed(Function):
@@ -78,152 +59,121 @@ class _Embed(Function):
         return None, None, None
 
 
-class _NormedLinear(Function):
+class _Layer(Function):
     @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, norm: Any, linear: FusedLinear) -> Tensor:
-        y_ND, inverse = normed(x_ND, norm)
-        ctx.save_for_backward(x_ND, inverse)
-        ctx.norm, ctx.linear = norm, linear
-        return linear.product(y_ND)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        x_ND, inverse = ctx.saved_tensors
-        ctx.linear.accumulate(grad_NO, normed(x_ND, ctx.norm)[0])
-        return norm_backward(grad_NO @ ctx.linear.weight, x_ND, inverse, ctx.norm), None, None
-
-
-class _LinearAdded(Function):
-    @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, y_NE: Tensor, linear: FusedLinear) -> Tensor:
-        ctx.save_for_backward(y_NE)
-        ctx.linear = linear
-        return linear.product(y_NE).add_(x_ND)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
-        (y_NE,) = ctx.saved_tensors
-        ctx.linear.accumulate(grad_ND, y_NE)
-        return grad_ND, grad_ND @ ctx.linear.weight, None
-
-
-class _FeedForward(Function):
-    @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, norm: Any, gate_up: FusedLinear, down: FusedLinear) -> Tensor:
-        y_ND, inverse = normed(x_ND, norm)
-        wide_N2W = gate_up.product(y_ND)
-        ctx.save_for_backward(x_ND, inverse, wide_N2W)
-        ctx.norm, ctx.gate_up, ctx.down = norm, gate_up, down
-        return down.product(swiglu(wide_N2W)).add_(x_ND)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        x_ND, inverse, wide_N2W = ctx.saved_tensors
-        grad_wide, opened_NW = swiglu_backward(grad_ND @ ctx.down.weight, wide_N2W)
-        ctx.down.accumulate(grad_ND, opened_NW)
-        ctx.gate_up.accumulate(grad_wide, normed(x_ND, ctx.norm)[0])
-        back_ND = norm_backward(grad_wide @ ctx.gate_up.weight, x_ND, inverse, ctx.norm, grad_ND)
-        return back_ND, None, None, None
-
-
-class _TreeAttention(Function):
-    @staticmethod
-    def forward(ctx: Any, qkv_NHd: Tensor, angles: Angles, rows: PackedRows, kv_heads: int) -> Tensor:
+    def forward(ctx: Any, x_ND: Tensor, parts: Any, angles: Angles, rows: PackedRows, kv_heads: int) -> Tensor:
+        qkv_ND, inverse_1 = _normed_linear(x_ND, parts.norm_1, parts.qkv)
+        qkv_NHd = qkv_ND.unflatten(-1, (-1, angles[0].shape[-1]))
+        plain_NHd = None
+        if parts.q_norm is not None:
+            plain_NHd, qkv_NHd = qkv_NHd, _norm_heads(qkv_NHd, parts, kv_heads)
         turn_(qkv_NHd, angles, qkv_NHd.shape[1] - kv_heads)
-        out_NHd, sum_NH = _tree_forward(qkv_NHd, rows, kv_heads)
-        ctx.save_for_backward(qkv_NHd, out_NHd, sum_NH)
-        ctx.angles, ctx.rows, ctx.kv_heads = angles, rows, kv_heads
-        return out_NHd
+        mixed_NHd, sum_NH = tree_forward(qkv_NHd, rows, kv_heads)
+        y_ND = _linear_added(x_ND, mixed_NHd.flatten(1), parts.out)
+        out_ND, inverse_2, wide_N2W = _feed_forward(y_ND, parts)
+        ctx.save_for_backward(x_ND, inverse_1, plain_NHd, qkv_NHd, mixed_NHd, sum_NH, y_ND, inverse_2, wide_N2W)
+        ctx.parts, ctx.angles, ctx.rows, ctx.kv_heads = parts, angles, rows, kv_heads
+        return out_ND
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_NHd: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        qkv_NHd, out_NHd, sum_NH = ctx.saved_tensors
-        back_NHd = _tree_backward(grad_NHd, qkv_NHd, out_NHd, sum_NH, ctx.rows, ctx.kv_heads)
-        return turn_(back_NHd, ctx.angles, back_NHd.shape[1] - ctx.kv_heads, -1), None, None, None
+    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
+        x_ND, inverse_1, plain_NHd, qkv_NHd, mixed_NHd, sum_NH, y_ND, inverse_2, wide_N2W = ctx.saved_tensors
+        parts, kv_heads = ctx.parts, ctx.kv_heads
+        grad_ND = _feed_forward_backward(grad_ND.contiguous(), y_ND, inverse_2, wide_N2W, parts)
+        grad_mixed = _linear_added_backward(grad_ND, mixed_NHd.flatten(1), parts.out).view_as(mixed_NHd)
+        grad_NHd = tree_backward(grad_mixed, qkv_NHd, mixed_NHd, sum_NH, ctx.rows, kv_heads)
+        turn_(grad_NHd, ctx.angles, grad_NHd.shape[1] - kv_heads, -1)
+        if plain_NHd is not None:
+            _norm_heads_backward(grad_NHd, plain_NHd, parts, kv_heads)
+        back_ND = _normed_linear_backward(grad_NHd.flatten(1), x_ND, inverse_1, parts.norm_1, parts.qkv, grad_ND)
+        return back_ND, None, None, None, None
 
 
-def attention_with_past(
-    qkv_NHd: Tensor, rows: PackedRows, kv_heads: int, past: Sequence[tuple[slice, Tensor, Tensor]]
+def _normed_linear(x_ND: Tensor, norm: Any, linear: FusedLinear) -> tuple[Tensor, Tensor]:
+    """(the linear layer on the normed x, what the norm multiplied each row with)."""
+    if kernels := narrow_kernels(x_ND, linear):
+        return narrow.normed_linear(kernels, x_ND, norm, linear.weight)
+    y_ND, inverse = normed(x_ND, norm)
+    return linear.product(y_ND), inverse
+
+
+def _normed_linear_backward(
+    grad_NO: Tensor, x_ND: Tensor, inverse: Tensor, norm: Any, linear: FusedLinear, more_ND: Tensor
 ) -> Tensor:
-    """`tree_attention` without gradient, where tokens also see keys and values [heads, length, dim] from before."""
-    out_NHd, sum_NH = _tree_forward(qkv_NHd, rows, kv_heads)
-    for tokens, keys, values in past:
-        q = qkv_NHd[tokens, : -2 * kv_heads].transpose(0, 1)[None]
-        _weigh_in(out_NHd, sum_NH, tokens, *_flash(q, keys[None], values[None], 0.0, False))
+    """The gradient of x, and `more_ND`."""
+    if kernels := narrow_kernels(x_ND, linear):
+        given = (grad_NO, x_ND, inverse, norm, linear.weight, more_ND)
+        back_ND, grad_D, grad_OD = narrow.normed_linear_backward(kernels, *given)
+        add_gradient(norm.weight, grad_D)
+        linear.add_weight_gradient(grad_OD)
+        return back_ND
+    linear.accumulate(grad_NO, normed(x_ND, norm)[0])
+    return norm_backward(grad_NO @ linear.weight, x_ND, inverse, norm, more_ND)
+
+
+def _linear_added(x_ND: Tensor, y_NE: Tensor, linear: FusedLinear) -> Tensor:
+    if kernels := narrow_kernels(x_ND, linear):
+        return narrow.linear_added(kernels, x_ND, y_NE, linear.weight)
+    return linear.product(y_NE).add_(x_ND)
+
+
+def _linear_added_backward(grad_ND: Tensor, y_NE: Tensor, linear: FusedLinear) -> Tensor:
+    """The gradient of y; that of x is `grad_ND` itself."""
+    if kernels := narrow_kernels(grad_ND, linear):
+        back_NE, grad_DE = narrow.linear_added_backward(kernels, grad_ND, y_NE, linear.weight)
+        linear.add_weight_gradient(grad_DE)
+        return back_NE
+    linear.accumulate(grad_ND, y_NE)
+    return grad_ND @ linear.weight
+
+
+def _feed_forward(x_ND: Tensor, parts: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """(x + down(silu(gate) * up) of the normed x, what the norm multiplied each row with, gate and up)."""
+    norm, gate_up, down = parts.norm_2, parts.gate_up, parts.down
+    if kernels := narrow_kernels(x_ND, gate_up, down):
+        return narrow.feed_forward(kernels, x_ND, norm, gate_up.weight, down.weight)
+    y_ND, inverse = normed(x_ND, norm)
+    wide_N2W = gate_up.product(y_ND)
+    return down.product(swiglu(wide_N2W)).add_(x_ND), inverse, wide_N2W
+
+
+def _feed_forward_backward(grad_ND: Tensor, x_ND: Tensor, inverse: Tensor, wide_N2W: Tensor, parts: Any) -> Tensor:
+    norm, gate_up, down = parts.norm_2, parts.gate_up, parts.down
+    if kernels := narrow_kernels(x_ND, gate_up, down):
+        given = (grad_ND, x_ND, inverse, wide_N2W, norm, gate_up.weight, down.weight)
+        back_ND, grad_D, grad_WD, grad_DI = narrow.feed_forward_backward(kernels, *given)
+        add_gradient(norm.weight, grad_D)
+        gate_up.add_weight_gradient(grad_WD)
+        down.add_weight_gradient(grad_DI)
+        return back_ND
+    grad_wide, opened_NW = swiglu_backward(grad_ND @ down.weight, wide_N2W)
+    down.accumulate(grad_ND, opened_NW)
+    gate_up.accumulate(grad_wide, normed(x_ND, norm)[0])
+    return norm_backward(grad_wide @ gate_up.weight, x_ND, inverse, norm, grad_ND)
+
+
+def _norm_heads(qkv_NHd: Tensor, parts: Any, kv_heads: int) -> Tensor:
+    """Queries and keys with their heads normed, values as they are."""
+    out_NHd = qkv_NHd.clone()
+    for norm, part, to in _normed_heads(parts, kv_heads, qkv_NHd, out_NHd):
+        to.copy_(normed(part.flatten(0, 1), norm)[0].view_as(part))
     return out_NHd
 
 
-def _tree_forward(qkv_NHd: Tensor, rows: PackedRows, kv_heads: int) -> tuple[Tensor, Tensor]:
-    """(what each token sees, the logarithm of what its exponentials sum to)."""
-    if kernels := kernels_for(qkv_NHd):
-        return native_attention.forward(kernels, qkv_NHd.contiguous(), rows.tree, kv_heads)
-    layout, outs, sums = rows.layout, [], []
-    for part_RLHd in layout.by_bin(layout.spread(qkv_NHd)):
-        out, total = _flash(*_heads_first(part_RLHd, kv_heads), 0.0, True)
-        outs.append(out.transpose(1, 2))
-        sums.append(total.transpose(1, 2))
-    out_NHd, sum_NH = layout.collect(outs).contiguous(), layout.collect(sums)
-    for stem in layout.stems:  # by parts, which are weighed by the sums of their exponentials
-        seen = _flash(*_stem_inputs(qkv_NHd, stem, kv_heads), 0.0, False)
-        _weigh_in(out_NHd, sum_NH, stem.below, *seen)
-    return out_NHd, sum_NH
+def _norm_heads_backward(grad_NHd: Tensor, qkv_NHd: Tensor, parts: Any, kv_heads: int) -> None:
+    """In place."""
+    for norm, part, grad in _normed_heads(parts, kv_heads, qkv_NHd, grad_NHd):
+        flat = part.flatten(0, 1)
+        back = norm_backward(grad.flatten(0, 1), flat, normed(flat, norm)[1], norm)
+        grad.copy_(back.view_as(grad))
 
 
-def _tree_backward(
-    grad_NHd: Tensor, qkv_NHd: Tensor, out_NHd: Tensor, sum_NH: Tensor, rows: PackedRows, kv_heads: int
-) -> Tensor:
-    """The gradient of queries, keys and values. All that a part needs of the others is the sum of exponentials."""
-    if kernels := kernels_for(qkv_NHd):
-        return native_attention.backward(kernels, grad_NHd, qkv_NHd, out_NHd, sum_NH, rows.tree, kv_heads)
-    layout = rows.layout
-    given = [layout.by_bin(layout.spread(x)) for x in (qkv_NHd, grad_NHd, out_NHd)]
-    sum_PH = layout.spread(sum_NH)
-    if not layout.plain:  # padding has no share in anything
-        sum_PH.masked_fill_(~layout.real_P[:, None], torch.inf)
-        given[1] = [
-            part.mul_(real[..., None, None]) for part, real in zip(given[1], layout.by_bin(layout.real_P), strict=True)
-        ]
-    parts = []
-    for qkv, grad, out, total in zip(*given, layout.by_bin(sum_PH), strict=True):
-        q, k, v = _heads_first(qkv, kv_heads)
-        back = _flash_backward(grad.transpose(1, 2), q, k, v, out.transpose(1, 2), total.transpose(1, 2), 0.0, True)
-        parts.append(torch.cat([x.transpose(1, 2) for x in back], dim=2))
-    back_NHd = layout.collect(parts)
-    heads = out_NHd.shape[1]
-    for stem in layout.stems:
-        grad, out = (x[stem.below].transpose(0, 1)[None] for x in (grad_NHd, out_NHd))
-        inputs = _stem_inputs(qkv_NHd, stem, kv_heads)
-        q, k, v = _flash_backward(grad, *inputs, out, sum_NH[stem.below].t()[None], 0.0, False)
-        back_NHd[stem.below, :heads] += q[0].transpose(0, 1)
-        back_NHd[stem.piece, heads : heads + kv_heads] += k[0].transpose(0, 1)
-        back_NHd[stem.piece, heads + kv_heads :] += v[0].transpose(0, 1)
-    return back_NHd
-
-
-def _weigh_in(out_NHd: Tensor, sum_NH: Tensor, tokens: slice, more_1HQd: Tensor, sum_1HQ: Tensor) -> None:
-    """Add what the tokens see elsewhere."""
-    more_QH = sum_1HQ[0].t()
-    total_QH = torch.logaddexp(sum_NH[tokens], more_QH)
-    out_NHd[tokens].lerp_(more_1HQd[0].transpose(0, 1), (more_QH - total_QH).exp_()[..., None])
-    sum_NH[tokens] = total_QH
-
-
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-
-
-def _heads_first(qkv_RLHd: Tensor, kv_heads: int) -> list[Tensor]:
-    heads = qkv_RLHd.shape[2] - 2 * kv_heads
-    return [x.transpose(1, 2) for x in qkv_RLHd.split((heads, kv_heads, kv_heads), dim=2)]
-
-
-def _stem_inputs(qkv_NHd: Tensor, stem: Stem, kv_heads: int) -> list[Tensor]:
-    below, piece = (_heads_first(qkv_NHd[part][None], kv_heads) for part in (stem.below, stem.piece))
-    return [below[0], piece[1], piece[2]]
+def _normed_heads(parts: Any, kv_heads: int, *tensors_NHd: Tensor) -> Iterator[tuple[Any, Tensor, Tensor]]:
+    heads = tensors_NHd[0].shape[1] - 2 * kv_heads
+    for norm, where in ((parts.q_norm, slice(0, heads)), (parts.k_norm, slice(heads, heads + kv_heads))):
+        one, other = (tensor[:, where] for tensor in tensors_NHd)
+        yield norm, one, other
 
 
 class _ChosenLogprobs(Function):

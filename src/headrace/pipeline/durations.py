@@ -120,8 +120,8 @@ class GroupDurations:
             return metrics
         seconds = [group_s for group_s, _ in groups]
         metrics.record("time/group_s/mean", fmean(seconds), Reducer.LAST)
-        for quantile in QUANTILES:
-            metrics.record(f"time/group_s/q{quantile:02d}", float(np.percentile(seconds, quantile)), Reducer.LAST)
+        for quantile, value in zip(QUANTILES, np.percentile(seconds, QUANTILES).tolist(), strict=True):
+            metrics.record(f"time/group_s/q{quantile:02d}", value, Reducer.LAST)
         self._lately_s.extend(seconds)
         long_s = LONG * median(self._lately_s)
         for group_s, seen in groups:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from headrace.backends.base import Asked, Publication, Trained
-from headrace.backends.local.engines import LocalEngine, check_threads, learner_threads, new_engine
+from headrace.backends.local.engines import LocalEngine, check_threads, learner_threads, new_engine, takes_turns
 from headrace.backends.local.frozen import FrozenModel, score_rows
 from headrace.backends.local.optim import apply_gradient, new_adamw
 from headrace.backends.local.storage import (
@@ -50,8 +50,8 @@ from headrace.models.load import load_model, load_tokenizer
 from headrace.models.logprobs import target_logprobs, wide_dtype
 from headrace.models.modules import lay_end_to_end, trained_parameters
 from headrace.models.packed import PackedRows
-from headrace.passing_threads import PassingThread
 from headrace.registry import names, nearest
+from headrace.tensor_threads import TensorThread
 
 T = TypeVar("T")
 _ROW_BLOCK = 32
@@ -61,7 +61,7 @@ class LocalBackend:
     """Owns model and optimizer; all tensor work runs on one thread of its own at a time."""
 
     def __init__(self, config: RunConfig) -> None:
-        self._worker = PassingThread("headrace-learner")
+        self._worker = TensorThread("headrace-learner", stays=takes_turns(config))
         self._worker.submit(lambda: self._build(config)).result()
 
     def _build(self, config: RunConfig) -> None:
@@ -105,7 +105,7 @@ class LocalBackend:
 
     def create_engine(self) -> LocalEngine:
         ends = eos_token_ids(self.hf_model, self.tokenizer)
-        self._engine = new_engine(self._config, self.hf_model, self.model, self.tokenizer, ends)
+        self._engine = new_engine(self._config, self.hf_model, self.model, self.tokenizer, ends, self._worker)
         return self._engine
 
     async def forward_backward(self, batch: TrainBatch, algorithm: AlgorithmSection) -> Trained:

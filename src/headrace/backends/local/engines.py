@@ -13,14 +13,20 @@ from headrace.engine.torch_engine import TorchEngine, usable_length
 from headrace.engine.wire import EngineOptions
 from headrace.errors import ConfigError
 from headrace.models.causal import CausalModel
+from headrace.tensor_threads import TensorThread
 
 LocalEngine = TorchEngine | ProcessEngine
 
 
 def new_engine(
-    config: RunConfig, hf_model: Any, model: CausalModel, tokenizer: Any, eos_ids: Sequence[int]
+    config: RunConfig,
+    hf_model: Any,
+    model: CausalModel,
+    tokenizer: Any,
+    eos_ids: Sequence[int],
+    learner: TensorThread | None = None,
 ) -> LocalEngine:
-    """The engine that the configuration places beside the learner, or apart from it."""
+    """The engine that the configuration places beside the learner, whose thread it may share, or apart from it."""
     section, defaults = config.engine, SamplingParams(max_tokens=config.rollout.max_tokens)
     length = usable_length(model, section.max_model_length)
     if config.trainer.placement == "separate":
@@ -47,7 +53,13 @@ def new_engine(
         kept_tokens=section.kept_tokens,
         defaults=defaults,
         cache_on_publish=section.cache_on_publish,
+        shared_thread=learner if takes_turns(config) else None,
     )
+
+
+def takes_turns(config: RunConfig) -> bool:
+    """Whether the engine has nothing to do while the learner works, and they may share a thread."""
+    return config.trainer.placement == "colocate" and config.trainer.max_staleness == 0
 
 
 def learner_threads(config: RunConfig) -> int:

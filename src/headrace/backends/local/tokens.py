@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from headrace.data.sample import NO_VERSION, Sample
 from headrace.models.packed import PackedRows
+
+_NUMPY = {torch.long: np.int64, torch.float32: np.float32, torch.float64: np.float64}
 
 
 class TokenTensors:
@@ -27,9 +30,10 @@ class TokenTensors:
         self._dtype = dtype
         self.rows = PackedRows.from_rows([sample.tokens[:-1] for sample in samples], share)
         self.counts = [sum(sample.loss_mask) for sample in samples]
-        self._kept_T = torch.tensor(list(chain.from_iterable(sample.loss_mask for sample in samples)), dtype=torch.bool)
+        self._targets = sum(self.rows.lengths)
+        self._kept_T = self._array([sample.loss_mask for sample in samples], bool)
         counts = torch.tensor(self.counts)
-        self.where_M = self.rows.where_T[self._kept_T]
+        self.where_M = self.rows.where_T[torch.from_numpy(self._kept_T)]
         self.targets_M = self.select([sample.tokens[1:] for sample in samples], torch.long)
         self.sampler_M = self.select([sample.logprobs for sample in samples])
         self.advantages_M = self.select([sample.advantages for sample in samples])
@@ -44,11 +48,14 @@ class TokenTensors:
 
     def select(self, rows: Sequence[Any], dtype: torch.dtype | None = None) -> Tensor:
         """One tensor of the entries that the loss masks keep."""
-        return torch.tensor(list(chain.from_iterable(rows)), dtype=dtype or self._dtype)[self._kept_T]
+        return torch.from_numpy(self._array(rows, _NUMPY[dtype or self._dtype])[self._kept_T])
 
     def select_given(self, rows: Sequence[Any]) -> Tensor | None:
         """As `select`; None unless every row is given."""
         return None if any(row is None for row in rows) else self.select(rows)
+
+    def _array(self, rows: Sequence[Any], dtype: type) -> np.ndarray:
+        return np.fromiter(chain.from_iterable(rows), dtype, self._targets)
 
     def _by_row(self, values: Sequence[float], counts: Tensor) -> Tensor:
         return torch.tensor(list(values), dtype=self._dtype).repeat_interleave(counts)

@@ -257,7 +257,7 @@ class TinkerEngine:
     ) -> str | None:
         """Append what was sampled, as far as the reply goes; why it has ended, if it has."""
         for token, logprob, model_logprob in tokens:
-            request.take(token, logprob, model_logprob, version)
+            request.take([token], [logprob], [model_logprob], version)
             self._generated += 1
             self._vocabulary = max(self._vocabulary, token + 1)  # models may have more ids than tokenizers name
             reason = request.finish_reason()

@@ -18,7 +18,6 @@ from headrace.models.native.build import BuildError, load_library
 
 _log = logging.getLogger(__name__)
 _SCRATCH_CHUNKS = 32
-_VOCABULARY_BLOCK = 256
 _MOST_COLUMNS = 32
 LEAST_OUTPUTS = 3  # of a product: the kernels reach its rows as triples
 
@@ -31,15 +30,24 @@ _ARGUMENTS = {
     "rope": (_P, _I, _P, _P, _I, _I, _I, _I, _F, _T),
     "decode_attention": (_P, _I, _P, _P, _I, _P, _P, _P, _P, _I, _I, _I, _I, _I, _T),
     "chosen_logprobs": (_P, _I, _P, _P, _P, _P, _I, _I, _T),
-    "sample": (_P, _I, _P, _P, _P, _P, _I, _I, _T),
+    "sample": (_P, _I, _P, _P, _P, _I, _I, _T),
     "few_rows": (_P, _P, _I, _I, _P, _P, _I, _P, _T),
     "decode_scratch": (_P, _I, _T),
-    "decode": (_P, _P, _P, _P, _P, _P, _P, _P, _P, _I, _I, _P, _P, _T),
+    "decode": (_P, _P, _P, _P, _P, _T),
+    "decode_and_sample": (_P, _P, _P, _P, _P, _P, _I, _I, _P, _P, _P, _P, _T),
     "tree_attention": (_P, _P, _I, _P, _P, _T),
-    "tree_attention_backward": (_P, _P, _P, _P, _P, _P, _P, _I, _T),
+    "tree_attention_backward": (_P, _P, _P, _P, _P, _P, _T),
+    "narrow_scratch": (_I, _I, _T),
+    "narrow_normed_linear": (_P, _P, _F, _P, _I, _I, _I, _P, _P, _P, _T),
+    "narrow_normed_linear_backward": (_P, _P, _P, _P, _P, _P, _I, _I, _I, _P, _P, _P, _P, _T),
+    "narrow_linear_added": (_P, _P, _P, _I, _I, _I, _P, _P, _T),
+    "narrow_linear_added_backward": (_P, _P, _P, _I, _I, _I, _P, _P, _P, _T),
+    "narrow_feed_forward": (_P, _P, _F, _P, _P, _I, _I, _I, _P, _P, _P, _P, _T),
+    "narrow_feed_forward_backward": (_P, _P, _P, _P, _P, _P, _P, _I, _I, _I, _P, _P, _P, _P, _P, _T),
 }
 _RETURNS = {
-    "decode_attention": _T, "decode": _T, "decode_scratch": _I, "tree_attention": _T, "tree_attention_backward": _T,
+    "decode_attention": _T, "decode": _T, "decode_scratch": _I, "decode_and_sample": _I, "tree_attention": _T,
+    "tree_attention_backward": _T, "narrow_scratch": _I,
 }  # fmt: skip
 
 
@@ -78,8 +86,8 @@ class Kernels:
         self._chosen_logprobs = library.chosen_logprobs
         self._sample = library.sample
         self._few_rows = library.few_rows
-        self.decode, self.decode_scratch = library.decode, library.decode_scratch
-        self.tree_attention, self.tree_attention_backward = library.tree_attention, library.tree_attention_backward
+        self.library = library
+        """For the modules beside this one, which lay out the arguments of what is not here."""
 
     def rms_norm(self, x_ND: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """(the normalised rows times the weight, what each row was multiplied by)."""
@@ -200,11 +208,10 @@ class Kernels:
         assert _rows(logits_BV) and uniforms_B.dtype == torch.float64 and uniforms_B.is_contiguous()
         rows, size = logits_BV.shape
         assert uniforms_B.shape[0] == rows
-        scratch = torch.empty(rows, -(-size // _VOCABULARY_BLOCK), dtype=torch.float64)
         tokens_B, logprob_B = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.float32)
         self._sample(
-            logits_BV.data_ptr(), logits_BV.stride(0), uniforms_B.data_ptr(), scratch.data_ptr(),
-            tokens_B.data_ptr(), logprob_B.data_ptr(), rows, size, torch.get_num_threads(),
+            logits_BV.data_ptr(), logits_BV.stride(0), uniforms_B.data_ptr(), tokens_B.data_ptr(),
+            logprob_B.data_ptr(), rows, size, torch.get_num_threads(),
         )  # fmt: skip
         return tokens_B, logprob_B
 

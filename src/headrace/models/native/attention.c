@@ -2,8 +2,9 @@
  *
  * Tokens stand end to end, piece by piece. A token sees its own piece up to itself, and all of the pieces that its piece
  * hangs on; the tokens below a piece follow it without a gap. Queries, keys and values are rows [heads + 2 * kv_heads]
- * [dim]. A task works on COLUMNS of them, side by side, and writes what no other task writes, so nothing depends on the
- * number of threads.
+ * [dim], dim a multiple of WIDE. A block of queries meets the keys panel by panel, which are transposed for it: scores
+ * then have queries for rows and keys for columns. How the work is cut, and in which order it is added up, depends on the
+ * tree alone, and so nothing depends on the number of threads.
  */
 
 #include "tiles.h"
@@ -12,7 +13,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define CHUNK 128 /* rows whose scores are held at once in the backward pass */
+#define ROWS 48             /* queries of a block */
+#define CHUNK (2 * COLUMNS) /* keys that a block of queries meets at once in the backward pass */
+#define PARTS 8             /* pieces of work that the backward pass is cut into at least, if there are so many blocks */
 
 typedef struct {
     int64_t pieces;
@@ -25,7 +28,7 @@ typedef struct {
     int64_t stride, heads, kv_heads, dim;
 } inputs;
 
-/* Queries of one task: `count` columns, head by head of a group, token by token. */
+/* Queries of one task: `count` rows, head by head of a group, token by token. */
 typedef struct {
     int64_t piece, kv_head, first, count;
 } block;
@@ -33,176 +36,173 @@ typedef struct {
 static int64_t group_of(const inputs *in) { return in->heads / in->kv_heads; }
 static int64_t key_at(const inputs *in, int64_t kv_head) { return (in->heads + kv_head) * in->dim; }
 static int64_t value_at(const inputs *in, int64_t kv_head) { return (in->heads + in->kv_heads + kv_head) * in->dim; }
+static int64_t round_up(int64_t count, int64_t grain) { return (count + grain - 1) / grain * grain; }
+static int64_t at_least(int64_t count, int64_t least) { return count < least ? least : count; }
 
-/* to[r][COLUMNS] = (or +=) sum over k of rows[r * row_stride + k * step] * x[k][COLUMNS]. */
-INLINE void panel(const float *rows, int64_t count, int64_t row_stride, int64_t step, int64_t inner, const float *x,
-                  float *to, const int add) {
-    if (count < TRIPLE) { /* too few to be reached as triples */
-        for (int64_t r = 0; r < count; r++) {
-            wide sums[TILE][2];
-            const float *row = rows + r * row_stride, *same[GROUPS];
-            for (int g = 0; g < GROUPS; g++) same[g] = row;
-            tile_sums(same, 0, step, inner, x, COLUMNS, 0, sums, 2);
-            for (int v = 0; v < 2; v++) {
-                wide *cell = (wide *)(to + r * COLUMNS + v * WIDE);
-                if (add)
-                    *cell += sums[0][v];
-                else
-                    *cell = sums[0][v];
-            }
-        }
-        return;
-    }
-    for (int64_t from = 0; from < count; from += TILE) {
-        wide sums[TILE][2];
-        const float *at[GROUPS];
-        int64_t first[GROUPS];
-        for (int g = 0; g < GROUPS; g++) {
-            first[g] = smaller(from + g * TRIPLE, count - TRIPLE);
-            at[g] = rows + first[g] * row_stride;
-        }
-        tile_sums(at, row_stride, step, inner, x, COLUMNS, 0, sums, 2);
-        for (int j = 0; j < TILE; j++) {
-            int64_t r = first[j / TRIPLE] + j % TRIPLE;
-            if (r < from + j / TRIPLE * TRIPLE) continue; /* another triple's */
-            for (int v = 0; v < 2; v++) {
-                wide *cell = (wide *)(to + r * COLUMNS + v * WIDE);
-                if (add)
-                    *cell += sums[j][v];
-                else
-                    *cell = sums[j][v];
-            }
-        }
-    }
+/* The token of a block's row, and the query's head. */
+static int64_t token_of(const inputs *in, const tree *t, const block *b, int64_t row) {
+    return t->starts[b->piece] + (b->first + row) / group_of(in);
+}
+static int64_t head_of(const inputs *in, const block *b, int64_t row) {
+    return b->kv_head * group_of(in) + (b->first + row) % group_of(in);
 }
 
-/* Vectors [count][dim], one at each of `at`, to [dim][COLUMNS], times `scale`; 0 beyond the count. */
-static void stand_up(const float *const *at, int64_t count, int64_t dim, float scale, float *to) {
-    for (int64_t from = 0; from < dim; from += WIDE)
-        for (int64_t c = 0; c < COLUMNS; c++)
-            for (int64_t i = from; i < smaller(from + WIDE, dim); i++)
-                to[i * COLUMNS + c] = c < count ? at[c][i] * scale : 0.0f;
-}
-
-static void lay_down(const float *from, int64_t count, int64_t dim, float scale, float *const *at) {
-    for (int64_t begin = 0; begin < dim; begin += WIDE)
-        for (int64_t c = 0; c < count; c++)
-            for (int64_t i = begin; i < smaller(begin + WIDE, dim); i++) at[c][i] = from[i * COLUMNS + c] * scale;
-}
-
-/* The token of a block's column, counted from the beginning of its piece, and the query's head. */
-static int64_t token_of(const block *b, int64_t group, int64_t column) { return (b->first + column) / group; }
-static int64_t head_of(const block *b, int64_t group, int64_t column) {
-    return b->kv_head * group + (b->first + column) % group;
-}
-
-/* How many keys of their own piece a block's columns see: each in `seen`; returns the most. */
-static int64_t own_keys(const block *b, int64_t group, int64_t *seen) {
-    for (int64_t c = 0; c < COLUMNS; c++) seen[c] = token_of(b, group, smaller(c, b->count - 1)) + 1;
+/* How many keys of their own piece the rows see: each in `seen`; returns the most. */
+static int64_t own_keys(const inputs *in, const tree *t, const block *b, int64_t *seen) {
+    for (int64_t r = 0; r < b->count; r++) seen[r] = token_of(in, t, b, r) - t->starts[b->piece] + 1;
     return seen[b->count - 1];
 }
 
-/* What a task works on: a piece has one for each kv head and each COLUMNS of its columns, `per_token` for a token. */
-static block find_block(const tree *t, const int64_t *tasks_before, int64_t task, int64_t kv_heads, int64_t per_token) {
-    int64_t low = 0, high = t->pieces;
-    while (high - low > 1) {
-        int64_t middle = (low + high) / 2;
-        if (tasks_before[middle] <= task)
-            low = middle;
-        else
-            high = middle;
-    }
-    int64_t columns = t->lengths[low] * per_token, within = task - tasks_before[low];
-    int64_t first = within / kv_heads * COLUMNS;
-    return (block){low, within % kv_heads, first, smaller(COLUMNS, columns - first)};
+static int64_t blocks_of(const inputs *in, const tree *t, int64_t piece) {
+    return (t->lengths[piece] * group_of(in) + ROWS - 1) / ROWS;
 }
 
-static int64_t count_tasks(const tree *t, int64_t kv_heads, int64_t per_token, int64_t *tasks_before) {
-    int64_t total = 0;
-    for (int64_t p = 0; p < t->pieces; p++) {
-        tasks_before[p] = total;
-        total += (t->lengths[p] * per_token + COLUMNS - 1) / COLUMNS * kv_heads;
-    }
-    return total;
+static block nth_block(const inputs *in, const tree *t, int64_t piece, int64_t kv_head, int64_t number) {
+    int64_t first = number * ROWS, rows = t->lengths[piece] * group_of(in);
+    return (block){piece, kv_head, first, smaller(ROWS, rows - first)};
 }
 
-/* Scores of a block's columns with `count` keys from a token on. */
-static void scores_of(const inputs *in, const float *queries, int64_t token, int64_t count, int64_t kv_head,
-                      float *scores) {
-    panel(in->qkv + token * in->stride + key_at(in, kv_head), count, in->stride, 1, in->dim, queries, scores, 0);
+/* Eight rows of eight become columns. */
+static void turn_eight(const float *from, int64_t from_stride, float *to, int64_t to_stride) {
+    lanes v[8], w[8];
+    for (int i = 0; i < 8; i++) v[i] = *(const lanes *)(from + i * from_stride);
+    for (int i = 0; i < 8; i += 2) {
+        w[i] = SHUFFLE(v[i], v[i + 1], 0, 8, 2, 10, 4, 12, 6, 14);
+        w[i + 1] = SHUFFLE(v[i], v[i + 1], 1, 9, 3, 11, 5, 13, 7, 15);
+    }
+    for (int i = 0; i < 8; i += 4)
+        for (int j = 0; j < 2; j++) {
+            v[i + j] = SHUFFLE(w[i + j], w[i + j + 2], 0, 1, 8, 9, 4, 5, 12, 13);
+            v[i + j + 2] = SHUFFLE(w[i + j], w[i + j + 2], 2, 3, 10, 11, 6, 7, 14, 15);
+        }
+    for (int j = 0; j < 4; j++) {
+        *(lanes *)(to + j * to_stride) = SHUFFLE(v[j], v[j + 4], 0, 1, 2, 3, 8, 9, 10, 11);
+        *(lanes *)(to + (j + 4) * to_stride) = SHUFFLE(v[j], v[j + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+    }
 }
 
-static void forward_block(const inputs *in, const tree *t, const block *b, float *scratch, float *out, float *sums) {
-    int64_t group = group_of(in), dim = in->dim, seen[COLUMNS], keys = 0;
-    float *queries = scratch, *mixed = queries + dim * COLUMNS, *scores = mixed + dim * COLUMNS;
-    const float *from[COLUMNS];
-    float *to[COLUMNS];
-    for (int64_t c = 0; c < b->count; c++) {
-        int64_t token = t->starts[b->piece] + token_of(b, group, c), head = head_of(b, group, c);
-        from[c] = in->qkv + token * in->stride + head * dim;
-        to[c] = out + (token * in->heads + head) * dim;
-    }
-    stand_up(from, b->count, dim, 1.0f / sqrtf((float)dim), queries);
-    for (int64_t i = t->first_above[b->piece]; i < t->first_above[b->piece + 1]; i++) {
-        int64_t piece = t->above[i];
-        scores_of(in, queries, t->starts[piece], t->lengths[piece], b->kv_head, scores + keys * COLUMNS);
-        keys += t->lengths[piece];
-    }
-    int64_t above = keys, own = own_keys(b, group, seen);
-    scores_of(in, queries, t->starts[b->piece], own, b->kv_head, scores + keys * COLUMNS);
-    keys += own;
+/* Rows [count][dim] as panels [dim][COLUMNS], with zeros beyond the count. */
+static void stand_up(const float *rows, int64_t stride, int64_t count, int64_t dim, float *to) {
+    for (int64_t first = 0; first < count; first += COLUMNS, to += dim * COLUMNS)
+        for (int64_t c = 0; c < COLUMNS; c += 8) {
+            int64_t some = count - first - c;
+            if (some >= 8) {
+                for (int64_t i = 0; i < dim; i += 8)
+                    turn_eight(rows + (first + c) * stride + i, stride, to + i * COLUMNS + c, COLUMNS);
+                continue;
+            }
+            for (int64_t i = 0; i < dim; i++)
+                for (int64_t j = 0; j < 8; j++)
+                    to[i * COLUMNS + c + j] = j < some ? rows[(first + c + j) * stride + i] : 0.0f;
+        }
+}
 
-    float top[COLUMNS], mass[COLUMNS];
-    for (int64_t c = 0; c < COLUMNS; c++) {
-        top[c] = -INFINITY;
-        mass[c] = 0.0f;
+/* A block's vectors of `dim` floats, which stand in rows of `stride` by head, to rows of their own, times `scale`. */
+static void gather(const inputs *in, const tree *t, const block *b, const float *from, int64_t stride, float scale,
+                   float *to) {
+    for (int64_t r = 0; r < b->count; r++) {
+        const float *row = from + token_of(in, t, b, r) * stride + head_of(in, b, r) * in->dim;
+        for (int64_t i = 0; i < in->dim; i++) to[r * in->dim + i] = row[i] * scale;
     }
-    for (int64_t k = 0; k < keys; k++) {
-        float *row = scores + k * COLUMNS;
-        if (k >= above)
-            for (int64_t c = 0; c < COLUMNS; c++) row[c] = k - above < seen[c] ? row[c] : -INFINITY;
-        for (int64_t c = 0; c < COLUMNS; c++) top[c] = row[c] > top[c] ? row[c] : top[c];
-    }
-    for (int64_t k = 0; k < keys; k++) {
-        float *row = scores + k * COLUMNS;
-#pragma omp simd
-        for (int64_t c = 0; c < COLUMNS; c++) {
-            row[c] = exponential(row[c] - top[c]);
-            mass[c] += row[c];
+    for (int64_t r = b->count; r < TRIPLE; r++) memset(to + r * in->dim, 0, sizeof(float) * in->dim);
+}
+
+/* A piece that a block's queries see: one above, or the last, its own. */
+typedef struct {
+    int64_t start, count;
+    int own;
+} sight;
+
+static int64_t sights_of(const tree *t, const block *b) {
+    return t->first_above[b->piece + 1] - t->first_above[b->piece] + 1;
+}
+
+static sight nth_sight(const tree *t, const block *b, int64_t number, int64_t own_count) {
+    int64_t i = t->first_above[b->piece] + number;
+    if (i == t->first_above[b->piece + 1]) return (sight){t->starts[b->piece], own_count, 1};
+    return (sight){t->starts[t->above[i]], t->lengths[t->above[i]], 0};
+}
+
+/* scores [rows][columns] of a block's queries with the panels of some keys, or whatever else stands like these. */
+static void multiply(const float *rows, int64_t count, int64_t dim, const float *panels, int64_t columns, float *scores,
+                     int64_t stride) {
+    times(rows, dim, 1, at_least(count, TRIPLE), dim, panels, COLUMNS, dim * COLUMNS, columns, scores, stride, 0);
+}
+
+static void forward_block(const inputs *in, const tree *t, const block *b, int64_t longest, float *scratch, float *out,
+                          float *sums) {
+    int64_t dim = in->dim, seen[ROWS], own = own_keys(in, t, b, seen), keys = 0, rows = at_least(b->count, TRIPLE);
+    float *queries = scratch, *mixed = queries + ROWS * dim, *panel = mixed + ROWS * dim;
+    float *scores = panel + dim * COLUMNS;
+    gather(in, t, b, in->qkv, in->stride, 1.0f / sqrtf((float)dim), queries);
+    for (int64_t n = 0; n < sights_of(t, b); n++) {
+        const sight s = nth_sight(t, b, n, own);
+        for (int64_t from = 0; from < s.count; from += COLUMNS, keys += COLUMNS) {
+            int64_t some = smaller(COLUMNS, s.count - from);
+            stand_up(in->qkv + (s.start + from) * in->stride + key_at(in, b->kv_head), in->stride, some, dim, panel);
+            multiply(queries, b->count, dim, panel, COLUMNS, scores + keys, longest);
+            for (int64_t r = 0; r < b->count; r++)
+                for (int64_t k = s.own ? at_least(seen[r] - from, 0) : some; k < COLUMNS; k++)
+                    scores[r * longest + keys + k] = -INFINITY;
         }
     }
-    memset(mixed, 0, sizeof(float) * dim * COLUMNS);
-    const float *values = in->qkv + value_at(in, b->kv_head), *shares = scores;
-    for (int64_t i = t->first_above[b->piece]; i <= t->first_above[b->piece + 1]; i++) {
-        int last = i == t->first_above[b->piece + 1];
-        int64_t piece = last ? b->piece : t->above[i], count = last ? own : t->lengths[piece];
-        panel(values + t->starts[piece] * in->stride, dim, 1, in->stride, count, shares, mixed, 1);
-        shares += count * COLUMNS;
+    for (int64_t r = 0; r < b->count; r++) {
+        float *row = scores + r * longest, top = -INFINITY, mass = 0.0f;
+#pragma omp simd reduction(max : top)
+        for (int64_t k = 0; k < keys; k++) top = row[k] > top ? row[k] : top;
+#pragma omp simd reduction(+ : mass)
+        for (int64_t k = 0; k < keys; k++) {
+            row[k] = exponential(row[k] - top);
+            mass += row[k];
+        }
+        sums[token_of(in, t, b, r) * in->heads + head_of(in, b, r)] = top + logf(mass);
+        queries[r] = 1.0f / mass; /* which are not needed any more */
     }
-    for (int64_t i = 0; i < dim; i++)
-        for (int64_t c = 0; c < COLUMNS; c++) mixed[i * COLUMNS + c] /= mass[c];
-    lay_down(mixed, b->count, dim, 1.0f, to);
-    for (int64_t c = 0; c < b->count; c++) {
-        int64_t token = t->starts[b->piece] + token_of(b, group, c);
-        sums[token * in->heads + head_of(b, group, c)] = top[c] + logf(mass[c]);
+    memset(mixed, 0, sizeof(float) * rows * dim);
+    const float *shares = scores;
+    for (int64_t n = 0; n < sights_of(t, b); n++) {
+        const sight s = nth_sight(t, b, n, own);
+        times(shares, longest, 1, rows, s.count, in->qkv + s.start * in->stride + value_at(in, b->kv_head), in->stride,
+              COLUMNS, dim, mixed, dim, 1);
+        shares += round_up(s.count, COLUMNS);
+    }
+    for (int64_t r = 0; r < b->count; r++) {
+        float *to = out + (token_of(in, t, b, r) * in->heads + head_of(in, b, r)) * dim;
+        for (int64_t i = 0; i < dim; i++) to[i] = mixed[r * dim + i] * queries[r];
     }
 }
 
 /* `longest`: of all pieces, with those above. `sums`: the logarithm of each softmax's denominator. */
 int tree_attention(const inputs *in, const tree *t, int64_t longest, float *out, float *sums, int threads) {
-    int64_t *before = malloc(sizeof(int64_t) * t->pieces);
+    int64_t *before = malloc(sizeof(int64_t) * (t->pieces + 1));
     if (!before) return 1;
-    int64_t tasks = count_tasks(t, in->kv_heads, group_of(in), before), floats = (2 * in->dim + longest) * COLUMNS;
+    int64_t most = 0, depth, padded;
+    before[0] = 0;
+    for (int64_t p = 0; p < t->pieces; p++) {
+        before[p + 1] = before[p] + blocks_of(in, t, p) * in->kv_heads;
+        depth = t->first_above[p + 1] - t->first_above[p] + 1;
+        most = at_least(depth, most);
+    }
+    padded = round_up(longest + most * COLUMNS, COLUMNS);
     int failed = 0;
-#pragma omp parallel num_threads(threads) if (tasks > 1)
+#pragma omp parallel num_threads(threads) if (before[t->pieces] > 1)
     {
-        float *scratch = malloc(sizeof(float) * floats);
+        float *scratch = malloc(sizeof(float) * (2 * ROWS * in->dim + in->dim * COLUMNS + ROWS * padded));
         if (!scratch) failed = 1;
 #pragma omp for schedule(dynamic)
-        for (int64_t task = 0; task < tasks; task++) {
+        for (int64_t task = 0; task < before[t->pieces]; task++) {
             if (!scratch) continue;
-            block b = find_block(t, before, task, in->kv_heads, group_of(in));
-            forward_block(in, t, &b, scratch, out, sums);
+            int64_t low = 0, high = t->pieces;
+            while (high - low > 1) {
+                int64_t middle = (low + high) / 2;
+                if (before[middle] <= task)
+                    low = middle;
+                else
+                    high = middle;
+            }
+            int64_t within = task - before[low];
+            const block b = nth_block(in, t, low, within % in->kv_heads, within / in->kv_heads);
+            forward_block(in, t, &b, padded, scratch, out, sums);
         }
         free(scratch);
     }
@@ -211,130 +211,131 @@ int tree_attention(const inputs *in, const tree *t, int64_t longest, float *out,
 }
 
 typedef struct {
-    const float *grad, *sums, *along; /* of `out`; logarithms of the denominators; grad . out [tokens][heads] */
-    float *back;                      /* the gradient of qkv */
+    const float *grad, *out, *sums; /* of `out`, that itself, and the logarithms of the denominators */
+    float *back;                    /* the gradient of qkv */
 } gradient;
 
-/* What a block's queries get back. */
-static void backward_queries(const inputs *in, const tree *t, const gradient *g, const block *b, float *scratch) {
-    int64_t group = group_of(in), dim = in->dim, seen[COLUMNS], own = own_keys(b, group, seen);
-    float *queries = scratch, *grads = queries + dim * COLUMNS, *back = grads + dim * COLUMNS;
-    float *scores = back + dim * COLUMNS, *pulls = scores + CHUNK * COLUMNS;
-    float scale = 1.0f / sqrtf((float)dim), sums[COLUMNS], along[COLUMNS];
-    const float *from[COLUMNS], *from_grad[COLUMNS];
-    float *to[COLUMNS];
-    for (int64_t c = 0; c < COLUMNS; c++) {
-        int64_t column = smaller(c, b->count - 1);
-        int64_t token = t->starts[b->piece] + token_of(b, group, column), head = head_of(b, group, column);
-        from[c] = in->qkv + token * in->stride + head * dim;
-        from_grad[c] = g->grad + (token * in->heads + head) * dim;
-        to[c] = g->back + token * in->stride + head * dim;
-        sums[c] = g->sums[token * in->heads + head];
-        along[c] = g->along[token * in->heads + head];
-    }
-    stand_up(from, b->count, dim, scale, queries);
-    stand_up(from_grad, b->count, dim, 1.0f, grads);
-    memset(back, 0, sizeof(float) * dim * COLUMNS);
-    for (int64_t i = t->first_above[b->piece]; i <= t->first_above[b->piece + 1]; i++) {
-        int last = i == t->first_above[b->piece + 1];
-        int64_t piece = last ? b->piece : t->above[i], count = last ? own : t->lengths[piece];
-        for (int64_t begin = 0; begin < count; begin += CHUNK) {
-            int64_t some = smaller(CHUNK, count - begin), token = t->starts[piece] + begin;
-            const float *row = in->qkv + token * in->stride;
-            scores_of(in, queries, token, some, b->kv_head, scores);
-            panel(row + value_at(in, b->kv_head), some, in->stride, 1, dim, grads, pulls, 0);
-            for (int64_t k = 0; k < some; k++) {
-                float *score = scores + k * COLUMNS, *pull = pulls + k * COLUMNS;
-#pragma omp simd
-                for (int64_t c = 0; c < COLUMNS; c++) {
-                    float share = exponential(score[c] - sums[c]);
-                    share = last && begin + k >= seen[c] ? 0.0f : share;
-                    pull[c] = share * (pull[c] - along[c]);
-                }
-            }
-            panel(row + key_at(in, b->kv_head), dim, 1, in->stride, some, pulls, back, 1);
-        }
-    }
-    lay_down(back, b->count, dim, scale, to);
-}
-
-/* What a block of keys and values gets back: from its own piece, and from all below. Its columns are tokens. */
-static void backward_keys(const inputs *in, const tree *t, const gradient *g, const block *b, float *scratch) {
-    int64_t group = group_of(in), dim = in->dim, start = t->starts[b->piece] + b->first, end = t->ends[b->piece];
-    float *keys = scratch, *values = keys + dim * COLUMNS, *back_keys = values + dim * COLUMNS;
-    float *back_values = back_keys + dim * COLUMNS, *scores = back_values + dim * COLUMNS;
-    float *pulls = scores + CHUNK * COLUMNS, scale = 1.0f / sqrtf((float)dim);
-    const float *from_keys[COLUMNS], *from_values[COLUMNS];
-    float *to_keys[COLUMNS], *to_values[COLUMNS];
-    for (int64_t c = 0; c < b->count; c++) {
-        int64_t row = (start + c) * in->stride;
-        from_keys[c] = in->qkv + row + key_at(in, b->kv_head);
-        from_values[c] = in->qkv + row + value_at(in, b->kv_head);
-        to_keys[c] = g->back + row + key_at(in, b->kv_head);
-        to_values[c] = g->back + row + value_at(in, b->kv_head);
-    }
-    stand_up(from_keys, b->count, dim, scale, keys);
-    stand_up(from_values, b->count, dim, 1.0f, values);
-    memset(back_keys, 0, sizeof(float) * 2 * dim * COLUMNS);
-    for (int64_t head = b->kv_head * group; head < (b->kv_head + 1) * group; head++)
-        for (int64_t begin = start; begin < end; begin += CHUNK) {
-            int64_t some = smaller(CHUNK, end - begin), grad_stride = in->heads * dim;
-            const float *query = in->qkv + begin * in->stride + head * dim;
-            const float *grad = g->grad + begin * grad_stride + head * dim;
-            panel(query, some, in->stride, 1, dim, keys, scores, 0);
-            panel(grad, some, grad_stride, 1, dim, values, pulls, 0);
-            for (int64_t q = 0; q < some; q++) {
-                int64_t at = (begin + q) * in->heads + head;
-                float *score = scores + q * COLUMNS, *pull = pulls + q * COLUMNS;
-                float sum = g->sums[at], along = g->along[at];
-                int64_t seen = begin + q - start + 1; /* of the keys in this block */
-#pragma omp simd
-                for (int64_t c = 0; c < COLUMNS; c++) {
-                    float share = c < seen ? exponential(score[c] - sum) : 0.0f;
-                    score[c] = share;
-                    pull[c] = share * (pull[c] - along);
-                }
-            }
-            panel(grad, dim, 1, grad_stride, some, scores, back_values, 1);
-            panel(query, dim, 1, in->stride, some, pulls, back_keys, 1);
-        }
-    lay_down(back_keys, b->count, dim, scale, to_keys);
-    lay_down(back_values, b->count, dim, 1.0f, to_values);
-}
-
-/* `along` is scratch for a number for each token and head. */
-int tree_attention_backward(const inputs *in, const tree *t, const float *grad, const float *out, const float *sums,
-                            float *along, float *back, int64_t tokens, int threads) {
-    int64_t *before = malloc(sizeof(int64_t) * 2 * t->pieces), *keys_before = before + t->pieces;
-    if (!before) return 1;
-    int64_t queries = count_tasks(t, in->kv_heads, group_of(in), before);
-    int64_t tasks = queries + count_tasks(t, in->kv_heads, 1, keys_before);
-    const gradient g = {grad, sums, along, back};
-    int failed = 0;
-#pragma omp parallel num_threads(threads) if (tasks > 2)
-    {
-        float *scratch = malloc(sizeof(float) * (4 * in->dim + 2 * CHUNK) * COLUMNS);
-        if (!scratch) failed = 1;
-#pragma omp for
-        for (int64_t n = 0; n < tokens * in->heads; n++) {
-            float sum = 0.0f;
+/* A block's share in all gradients: that of its queries is written, those of keys and values are added to `pulled`, which
+ * has a row [2][dim] for each token from `start` on. */
+static void backward_block(const inputs *in, const tree *t, const gradient *g, const block *b, int64_t start,
+                           float *scratch, float *pulled) {
+    int64_t dim = in->dim, seen[ROWS], own = own_keys(in, t, b, seen), rows = at_least(b->count, TRIPLE);
+    float *queries = scratch, *grads = queries + ROWS * dim, *back = grads + ROWS * dim, *keys = back + ROWS * dim;
+    float *values = keys + dim * CHUNK, *scores = values + dim * CHUNK, *pulls = scores + ROWS * CHUNK;
+    float scale = 1.0f / sqrtf((float)dim), sums[ROWS], along[ROWS];
+    gather(in, t, b, in->qkv, in->stride, scale, queries);
+    gather(in, t, b, g->grad, in->heads * dim, 1.0f, grads);
+    for (int64_t r = 0; r < b->count; r++) {
+        int64_t at = token_of(in, t, b, r) * in->heads + head_of(in, b, r);
+        const float *out = g->out + at * dim, *grad = grads + r * dim;
+        float sum = 0.0f;
 #pragma omp simd reduction(+ : sum)
-            for (int64_t i = 0; i < in->dim; i++) sum += grad[n * in->dim + i] * out[n * in->dim + i];
-            along[n] = sum;
+        for (int64_t i = 0; i < dim; i++) sum += grad[i] * out[i];
+        along[r] = sum;
+        sums[r] = g->sums[at];
+    }
+    memset(back, 0, sizeof(float) * rows * dim);
+    for (int64_t n = 0; n < sights_of(t, b); n++) {
+        const sight s = nth_sight(t, b, n, own);
+        for (int64_t from = 0; from < s.count; from += CHUNK) {
+            int64_t some = smaller(CHUNK, s.count - from), columns = round_up(some, WIDE), token = s.start + from;
+            const float *row = in->qkv + token * in->stride, *key = row + key_at(in, b->kv_head);
+            stand_up(key, in->stride, some, dim, keys);
+            stand_up(row + value_at(in, b->kv_head), in->stride, some, dim, values);
+            multiply(queries, b->count, dim, keys, columns, scores, CHUNK);
+            multiply(grads, b->count, dim, values, columns, pulls, CHUNK);
+            for (int64_t r = 0; r < b->count; r++) {
+                float *score = scores + r * CHUNK, *pull = pulls + r * CHUNK;
+                int64_t visible = s.own ? smaller(some, at_least(seen[r] - from, 0)) : some;
+#pragma omp simd
+                for (int64_t k = 0; k < columns; k++) {
+                    float share = exponential(score[k] - sums[r]);
+                    share = k < visible ? share : 0.0f;
+                    score[k] = share;
+                    pull[k] = share * (pull[k] - along[r]);
+                }
+            }
+            float *to = pulled + (token - start) * 2 * dim;
+            int64_t least = at_least(some, TRIPLE); /* rows beyond the last key get zeros added */
+            times(pulls, 1, CHUNK, least, b->count, queries, dim, COLUMNS, dim, to, 2 * dim, 1);
+            times(scores, 1, CHUNK, least, b->count, grads, dim, COLUMNS, dim, to + dim, 2 * dim, 1);
+            times(pulls, CHUNK, 1, rows, some, key, in->stride, COLUMNS, dim, back, dim, 1);
         }
+    }
+    for (int64_t r = 0; r < b->count; r++) {
+        float *to = g->back + token_of(in, t, b, r) * in->stride + head_of(in, b, r) * dim;
+        for (int64_t i = 0; i < dim; i++) to[i] = back[r * dim + i] * scale;
+    }
+}
+
+/* Pieces that hang together, of one kv head, and every so many of its blocks. */
+typedef struct {
+    int64_t piece, kv_head, part;
+} work;
+
+static int64_t tokens_below(const tree *t, int64_t root) { return t->ends[root] - t->starts[root]; }
+
+static void backward_part(const inputs *in, const tree *t, const gradient *g, work w, int64_t parts, float *scratch,
+                          float *pulled) {
+    int64_t number = 0, end = t->ends[w.piece];
+    memset(pulled, 0, sizeof(float) * (tokens_below(t, w.piece) + TRIPLE) * 2 * in->dim);
+    for (int64_t p = w.piece; p < t->pieces && t->starts[p] < end; p++)
+        for (int64_t n = 0; n < blocks_of(in, t, p); n++, number++) {
+            if (number % parts != w.part) continue;
+            const block b = nth_block(in, t, p, w.kv_head, n);
+            backward_block(in, t, g, &b, t->starts[w.piece], scratch, pulled);
+        }
+}
+
+int tree_attention_backward(const inputs *in, const tree *t, const float *grad, const float *out, const float *sums,
+                            float *back, int threads) {
+    int64_t roots = 0, tokens = 0, parts, *root = malloc(sizeof(int64_t) * 2 * t->pieces), *before = root + t->pieces;
+    if (!root) return 1;
+    for (int64_t p = 0; p < t->pieces; p++)
+        if (t->first_above[p] == t->first_above[p + 1]) { /* `before`: rows of `pulled`, of one part and head */
+            before[roots] = tokens;
+            root[roots++] = p;
+            tokens += tokens_below(t, p) + TRIPLE;
+        }
+    parts = (PARTS + roots * in->kv_heads - 1) / (roots * in->kv_heads);
+    const gradient g = {grad, out, sums, back};
+    int64_t dim = in->dim, row = 2 * dim, copies = in->kv_heads * parts;
+    float *pulled = malloc(sizeof(float) * tokens * copies * row);
+    int failed = !pulled;
+#pragma omp parallel num_threads(threads) if (!failed)
+    {
+        float *scratch = malloc(sizeof(float) * (3 * ROWS * dim + 2 * dim * CHUNK + 2 * ROWS * CHUNK));
+        if (!scratch) failed = 1;
 #pragma omp for schedule(dynamic)
-        for (int64_t task = 0; task < tasks; task++) {
-            if (!scratch) continue;
-            int of_keys = task < tasks - queries; /* first: the keys of a long stem take the longest */
-            block b = of_keys ? find_block(t, keys_before, task, in->kv_heads, 1)
-                              : find_block(t, before, task - (tasks - queries), in->kv_heads, group_of(in));
-            if (of_keys)
-                backward_keys(in, t, &g, &b, scratch);
-            else
-                backward_queries(in, t, &g, &b, scratch);
+        for (int64_t task = 0; task < roots * copies; task++) {
+            if (!scratch || !pulled) continue;
+            const work w = {root[task / copies], task % copies / parts, task % parts};
+            int64_t place = before[task / copies] * copies + (tokens_below(t, w.piece) + TRIPLE) * (task % copies);
+            backward_part(in, t, &g, w, parts, scratch, pulled + place * row);
+        }
+#pragma omp for
+        for (int64_t task = 0; task < roots * in->kv_heads; task++) {
+            if (failed) continue;
+            int64_t r = task / in->kv_heads, kv_head = task % in->kv_heads, count = tokens_below(t, root[r]);
+            const float *sum = pulled + (before[r] * copies + (count + TRIPLE) * kv_head * parts) * row;
+            for (int64_t token = 0; token < count; token++) {
+                float *to = back + (t->starts[root[r]] + token) * in->stride;
+                float *to_key = to + key_at(in, kv_head), *to_value = to + value_at(in, kv_head);
+                for (int64_t i = 0; i < dim; i++) {
+                    float key = 0.0f, value = 0.0f;
+                    for (int64_t part = 0; part < parts; part++) {
+                        const float *one = sum + (part * (count + TRIPLE) + token) * row;
+                        key += one[i];
+                        value += one[dim + i];
+                    }
+                    to_key[i] = key;
+                    to_value[i] = value;
+                }
+            }
         }
         free(scratch);
     }
-    free(before);
+    free(pulled);
+    free(root);
     return failed;
 }

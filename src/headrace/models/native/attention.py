@@ -7,8 +7,15 @@ import ctypes
 import torch
 from torch import Tensor
 
-from headrace.models.native import LEAST_OUTPUTS, Kernels
+from headrace.models.native import Kernels, kernels_for
 from headrace.models.packed import Tree
+
+_WIDE = 16
+
+
+def attention_kernels(qkv_NHd: Tensor) -> Kernels | None:
+    """The kernels, if there are any for heads of this size."""
+    return kernels_for(qkv_NHd) if qkv_NHd.shape[-1] % _WIDE == 0 else None
 
 
 class _Inputs(ctypes.Structure):
@@ -20,7 +27,7 @@ class _Inputs(ctypes.Structure):
     @classmethod
     def of(cls, qkv_NHd: Tensor, kv_heads: int) -> _Inputs:
         _, stacked, dim = qkv_NHd.shape
-        assert qkv_NHd.is_contiguous() and qkv_NHd.dtype == torch.float32 and dim >= LEAST_OUTPUTS
+        assert qkv_NHd.is_contiguous() and qkv_NHd.dtype == torch.float32 and dim % _WIDE == 0
         return cls(qkv_NHd.data_ptr(), stacked * dim, stacked - 2 * kv_heads, kv_heads, dim)
 
 
@@ -42,7 +49,7 @@ def forward(kernels: Kernels, qkv_NHd: Tensor, tree: Tree, kv_heads: int) -> tup
     tokens, heads, dim = qkv_NHd.shape[0], inputs.heads, inputs.dim
     out_NHd, sum_NH = qkv_NHd.new_empty(tokens, heads, dim), qkv_NHd.new_empty(tokens, heads)
     _done(
-        kernels.tree_attention(
+        kernels.library.tree_attention(
             ctypes.byref(inputs), ctypes.byref(_Tree.of(tree)), tree.longest, out_NHd.data_ptr(), sum_NH.data_ptr(),
             torch.get_num_threads(),
         )
@@ -57,11 +64,11 @@ def backward(
     inputs = _Inputs.of(qkv_NHd, kv_heads)
     grad_NHd = grad_NHd.contiguous()
     assert out_NHd.is_contiguous() and sum_NH.is_contiguous() and grad_NHd.shape == out_NHd.shape
-    back_NHd, along_NH = torch.empty_like(qkv_NHd), torch.empty_like(sum_NH)
+    back_NHd = torch.empty_like(qkv_NHd)
     _done(
-        kernels.tree_attention_backward(
+        kernels.library.tree_attention_backward(
             ctypes.byref(inputs), ctypes.byref(_Tree.of(tree)), grad_NHd.data_ptr(), out_NHd.data_ptr(),
-            sum_NH.data_ptr(), along_NH.data_ptr(), back_NHd.data_ptr(), len(qkv_NHd), torch.get_num_threads(),
+            sum_NH.data_ptr(), back_NHd.data_ptr(), torch.get_num_threads(),
         )
     )  # fmt: skip
     return back_NHd

@@ -1,4 +1,4 @@
-/* One step of decoding a Llama-like model: every slot's next token through all layers, in a single parallel region.
+/* Decoding with a Llama-like model: every slot's next token through all layers, step by step in one parallel region.
  *
  * Activations stand in panels of COLUMNS slots side by side, feature by feature ([panels][features][COLUMNS], padded with
  * zeros), so that a product multiplies vectors of slots by single weights: rows of a weight are read as they lie in
@@ -16,7 +16,7 @@ typedef struct {
     int64_t outputs, inputs;
 } linear;
 
-typedef struct {
+typedef struct layer {
     linear qkv, out, gate_up, down;
     const float *norm_1, *norm_2, *q_norm, *k_norm; /* of the last two: null where heads are not normed */
 } layer;
@@ -25,8 +25,18 @@ typedef struct {
     const layer *layers;
     int64_t depth, width, heads, kv_heads, dim;
     const float *embedding, *norm;
+    linear head;
     float eps;
 } decoder;
+
+/* What is decoded: keys and values have a pointer for each layer, to [slots][kv heads][capacity][dim]; a slot's first
+ * positions may be in another, its stem. `cosine` and `sine` have a row for each position. */
+typedef struct {
+    const int64_t *lengths, *stem_slots, *stem_lengths;
+    const float *cosine, *sine;
+    float *const *keys, *const *values;
+    int64_t capacity, slots;
+} batch;
 
 typedef enum { STORED, ADDED, GATED, BY_SLOT } ending;
 
@@ -80,7 +90,7 @@ INLINE void product(const linear *l, const float *x, float *to, int64_t slots, i
                     float value = sum[i] + bias;
                     if (how == STORED) row[i] = value;
                     if (how == ADDED) row[i] += value;
-                    if (how == GATED) row[i] = value / (1.0f + exponential(-value)) * (second[i] + second_bias);
+                    if (how == GATED) row[i] = value * sigmoid(value) * (second[i] + second_bias);
                 }
             }
         }
@@ -125,25 +135,69 @@ static void take_heads(const float *column, int64_t count, int64_t dim, const fl
     }
 }
 
-/* Of one layer: [slots][kv heads][capacity][dim]; a slot's first positions may be in another, its stem. */
-typedef struct {
-    float *keys, *values;
-    int64_t capacity;
-    const int64_t *stem_slots, *stem_lengths;
-} cache;
+/* Where keys or values of a slot begin that are its own, from position `from` on. */
+static const float *own_at(const decoder *m, const batch *b, const float *held, int64_t slot, int64_t head,
+                           int64_t from) {
+    return held + ((slot * m->kv_heads + head) * b->capacity + from) * m->dim;
+}
 
-static void attention_of(const decoder *m, const layer *l, const float *qkv, int64_t slot, int64_t head,
-                         const float *cosine, const float *sine, const cache *held, int64_t length, float *mixed) {
-    int64_t group = m->heads / m->kv_heads, dim = m->dim, size = held->capacity * dim;
-    int64_t own = (slot * m->kv_heads + head) * size, stem = (held->stem_slots[slot] * m->kv_heads + head) * size;
-    float query[group * dim], key[dim], value[dim];
+#define AHEAD 1024 /* floats that are fetched of the next slot: from there on, the processor has seen the pattern */
+
+static void fetch(const decoder *m, const batch *b, int64_t layer, int64_t slot, int64_t head, int64_t length) {
+    int64_t from = b->stem_lengths[slot], floats = smaller((length - from) * m->dim, AHEAD);
+    const float *keys = own_at(m, b, b->keys[layer], slot, head, from);
+    const float *values = own_at(m, b, b->values[layer], slot, head, from);
+    for (int64_t i = 0; i < floats; i += 16) {
+        __builtin_prefetch(keys + i, 0, 2);
+        __builtin_prefetch(values + i, 0, 2);
+    }
+}
+
+static void attention_of(const decoder *m, const batch *b, int64_t layer, int64_t slot, int64_t head, int64_t length,
+                         const float *qkv, float *mixed) {
+    const struct layer *l = m->layers + layer;
+    int64_t group = m->heads / m->kv_heads, dim = m->dim, size = b->capacity * dim, angle = length * dim;
+    int64_t own = (slot * m->kv_heads + head) * size, stem = (b->stem_slots[slot] * m->kv_heads + head) * size;
+    float query[group * dim], key[dim], value[dim], out[group * dim], *keys = b->keys[layer], *values = b->values[layer];
     const float *column = qkv + place_of(slot, l->qkv.outputs);
     take_heads(column + head * group * dim * COLUMNS, group, dim, l->q_norm, m->eps, query);
     take_heads(column + (m->heads + head) * dim * COLUMNS, 1, dim, l->k_norm, m->eps, key);
     take_heads(column + (m->heads + m->kv_heads + head) * dim * COLUMNS, 1, dim, 0, 0.0f, value);
-    decode_group(query, key, value, cosine, sine, held->keys + own, held->values + own, held->keys + stem,
-                 held->values + stem, held->stem_lengths[slot], length, group, dim,
-                 mixed + (slot * m->heads + head * group) * dim);
+    decode_group(query, key, value, b->cosine + angle, b->sine + angle, keys + own, values + own, keys + stem,
+                 values + stem, b->stem_lengths[slot], length, group, dim, out);
+    float *to = mixed + place_of(slot, m->heads * dim) + head * group * dim * COLUMNS;
+    for (int64_t i = 0; i < group * dim; i++) to[i * COLUMNS] = out[i];
+}
+
+/* A thread's share of attention: pairs of slot and head, counted slot by slot, from `first` to before `end`. */
+typedef struct {
+    int64_t first, end;
+} share;
+
+/* As many positions as the others have, as nearly as can be. It is the same thread that sees a slot in every step, so
+ * that keys and values stay in its cache. */
+static share share_of(const decoder *m, const batch *b, int thread, int team) {
+    int64_t total = 0, before = 0;
+    share mine = {0, 0};
+    for (int64_t slot = 0; slot < b->slots; slot++) total += m->kv_heads * (b->lengths[slot] + 1);
+    for (int64_t slot = 0; slot < b->slots; slot++)
+        for (int64_t head = 0; head < m->kv_heads; head++, before += b->lengths[slot] + 1) {
+            mine.first += before * team < total * thread;
+            mine.end += before * team < total * (thread + 1);
+        }
+    return mine;
+}
+
+static void attend_share(const decoder *m, const batch *b, share mine, int64_t layer, int64_t fed, const float *qkv,
+                         float *mixed) {
+    int64_t heads = m->kv_heads;
+    for (int64_t head = 0; head < heads; head++) { /* slots of one stem, which stand side by side, read the same */
+        int64_t end = (mine.end - head + heads - 1) / heads;
+        for (int64_t slot = (mine.first - head + heads - 1) / heads; slot < end; slot++) {
+            if (slot + 1 < end) fetch(m, b, layer, slot + 1, head, b->lengths[slot + 1] + fed);
+            attention_of(m, b, layer, slot, head, b->lengths[slot] + fed, qkv, mixed);
+        }
+    }
 }
 
 static int64_t widest(const decoder *m) {
@@ -152,57 +206,121 @@ static int64_t widest(const decoder *m) {
     return mixed > most ? mixed : most;
 }
 
-/* Floats of scratch that `decode` needs. */
+/* Floats of scratch that decoding needs. */
 int64_t decode_scratch(const decoder *m, int64_t slots, int threads) {
     int64_t floats = m->width + m->layers[0].qkv.outputs + m->heads * m->dim + (threads + 1) * widest(m);
     return panels_for(slots) * COLUMNS * floats;
 }
 
-/* `cosine` and `sine` have a row for each position; keys and values a pointer for each layer. Writes the normed states
- * [slots][width]. Returns 0, or 1 if a slot is full: then nothing was written. */
-int decode(const decoder *m, const int64_t *ids, const int64_t *lengths, const float *cosine, const float *sine,
-           float *const *keys, float *const *values, const int64_t *stem_slots, const int64_t *stem_lengths,
-           int64_t capacity, int64_t slots, float *scratch, float *hidden, int threads) {
-    int64_t columns = panels_for(slots) * COLUMNS, width = m->width, kv_heads = m->kv_heads, dim = m->dim;
-    int64_t mixed_width = m->heads * dim;
-    for (int64_t b = 0; b < slots; b++)
-        if (lengths[b] < 0 || lengths[b] >= capacity) return 1;
-    float *x = scratch, *qkv = x + width * columns, *mixed = qkv + m->layers[0].qkv.outputs * columns;
-    float *inner = mixed + mixed_width * columns, *own = inner + widest(m) * columns;
+/* In panels: what passes through the layers, and this thread's copy of what is normed. */
+typedef struct {
+    float *x, *qkv, *mixed, *inner, *normed;
+} states;
+
+static states states_in(const decoder *m, int64_t slots, float *scratch, int thread) {
+    int64_t columns = panels_for(slots) * COLUMNS;
+    states s = {.x = scratch};
+    s.qkv = s.x + m->width * columns;
+    s.mixed = s.qkv + m->layers[0].qkv.outputs * columns;
+    s.inner = s.mixed + m->heads * m->dim * columns;
+    s.normed = s.inner + (thread + 1) * widest(m) * columns;
+    return s;
+}
+
+/* One step, by all threads; `fed` tokens have been fed since the lengths were counted. Ends with the normed states. */
+static void step(const decoder *m, const batch *b, share mine, const int64_t *ids, int64_t fed, const states *s) {
+    int thread = thread_number(), team = team_size();
+    int64_t width = m->width, slots = b->slots;
+#pragma omp for
+    for (int64_t slot = 0; slot < panels_for(slots) * COLUMNS; slot++)
+        for (int64_t i = 0; i < width; i++)
+            s->x[place_of(slot, width) + i * COLUMNS] = slot < slots ? m->embedding[ids[slot] * width + i] : 0.0f;
+    for (int64_t n = 0; n < m->depth; n++) {
+        const layer *l = m->layers + n;
+        norm_slots(s->x, l->norm_1, s->normed, width, slots, m->eps);
+        product(&l->qkv, s->normed, s->qkv, slots, thread, team, STORED);
+#pragma omp barrier
+        attend_share(m, b, mine, n, fed, s->qkv, s->mixed);
+#pragma omp barrier
+        product(&l->out, s->mixed, s->x, slots, thread, team, ADDED);
+#pragma omp barrier
+        norm_slots(s->x, l->norm_2, s->normed, width, slots, m->eps);
+        product(&l->gate_up, s->normed, s->inner, slots, thread, team, GATED);
+#pragma omp barrier
+        product(&l->down, s->inner, s->x, slots, thread, team, ADDED);
+#pragma omp barrier
+    }
+    norm_slots(s->x, m->norm, s->normed, width, slots, m->eps);
+}
+
+static int has_room(const batch *b, int64_t steps) {
+    for (int64_t slot = 0; slot < b->slots; slot++)
+        if (b->lengths[slot] < 0 || b->lengths[slot] + steps > b->capacity) return 0;
+    return 1;
+}
+
+/* Unused columns of what attention writes into: they are multiplied along with the others. */
+static void clear(const decoder *m, int64_t slots, float *scratch) {
+    states s = states_in(m, slots, scratch, 0);
+    memset(s.mixed, 0, sizeof(float) * m->heads * m->dim * panels_for(slots) * COLUMNS);
+}
+
+/* Writes the normed states [slots][width]. Returns 0, or 1 if a slot is full: then nothing was written. */
+int decode(const decoder *m, const batch *b, const int64_t *ids, float *scratch, float *hidden, int threads) {
+    if (!has_room(b, 1)) return 1;
+    clear(m, b->slots, scratch);
 #pragma omp parallel num_threads(threads)
     {
-        int thread = thread_number(), team = team_size();
-        float *y = own + thread * widest(m) * columns;
+        const states s = states_in(m, b->slots, scratch, thread_number());
+        step(m, b, share_of(m, b, thread_number(), team_size()), ids, 0, &s);
 #pragma omp for
-        for (int64_t b = 0; b < columns; b++)
-            for (int64_t i = 0; i < width; i++)
-                x[place_of(b, width) + i * COLUMNS] = b < slots ? m->embedding[ids[b] * width + i] : 0.0f;
-        for (int64_t n = 0; n < m->depth; n++) {
-            const layer *l = m->layers + n;
-            norm_slots(x, l->norm_1, y, width, slots, m->eps);
-            product(&l->qkv, y, qkv, slots, thread, team, STORED);
-#pragma omp barrier
-#pragma omp for schedule(dynamic)
-            for (int64_t task = 0; task < slots * kv_heads; task++) { /* slots of one stem stand side by side */
-                int64_t b = task % slots, place = lengths[b] * dim;
-                const cache held = {keys[n], values[n], capacity, stem_slots, stem_lengths};
-                attention_of(m, l, qkv, b, task / slots, cosine + place, sine + place, &held, lengths[b], mixed);
-            }
-            stand_up(mixed, y, slots, mixed_width);
-            product(&l->out, y, x, slots, thread, team, ADDED);
-#pragma omp barrier
-            norm_slots(x, l->norm_2, y, width, slots, m->eps);
-            product(&l->gate_up, y, inner, slots, thread, team, GATED);
-#pragma omp barrier
-            product(&l->down, inner, x, slots, thread, team, ADDED);
-#pragma omp barrier
-        }
-        norm_slots(x, m->norm, y, width, slots, m->eps);
-#pragma omp for
-        for (int64_t b = 0; b < slots; b++)
-            for (int64_t i = 0; i < width; i++) hidden[b * width + i] = y[place_of(b, width) + i * COLUMNS];
+        for (int64_t slot = 0; slot < b->slots; slot++)
+            for (int64_t i = 0; i < m->width; i++)
+                hidden[slot * m->width + i] = s.normed[place_of(slot, m->width) + i * COLUMNS];
     }
     return 0;
+}
+
+static int is_one_of(int64_t token, const int64_t *tokens, int64_t count) {
+    for (int64_t i = 0; i < count; i++)
+        if (tokens[i] == token) return 1;
+    return 0;
+}
+
+/* Up to `most` steps, each with the tokens that the last one sampled, until one of them is a `stop`. Slot b's next token
+ * is the one at `positions[b]` of what its seed gives. Writes tokens and log-probabilities [steps][slots]; `logits` is
+ * scratch for a row for each slot. Returns the number of steps, or -1 if a slot has no room for them all. */
+int64_t decode_and_sample(const decoder *m, const batch *b, const int64_t *ids, const uint64_t *seeds,
+                          const int64_t *positions, const int64_t *stops, int64_t stop_count, int64_t most,
+                          float *scratch, float *logits, int64_t *tokens, float *logprobs, int threads) {
+    if (!has_room(b, most)) return -1;
+    clear(m, b->slots, scratch);
+    int64_t slots = b->slots, vocabulary = m->head.outputs, made = 0;
+    int stopped = 0;
+#pragma omp parallel num_threads(threads)
+    {
+        const states s = states_in(m, slots, scratch, thread_number());
+        const share mine = share_of(m, b, thread_number(), team_size());
+        for (int64_t fed = 0; fed < most && !stopped; fed++) {
+            step(m, b, mine, fed ? tokens + (fed - 1) * slots : ids, fed, &s);
+            product(&m->head, s.normed, logits, slots, thread_number(), team_size(), BY_SLOT);
+#pragma omp barrier
+#pragma omp for schedule(static)
+            for (int64_t slot = 0; slot < slots; slot++) {
+                double uniform = uniform_number(seeds[slot], (uint64_t)(positions[slot] + fed));
+                float *row = logits + slot * vocabulary;
+                int64_t at = fed * slots + slot;
+                tokens[at] = sample_row(row, vocabulary, uniform, logprobs + at);
+                if (is_one_of(tokens[at], stops, stop_count)) {
+#pragma omp atomic write
+                    stopped = 1;
+                }
+            }
+#pragma omp single
+            made = fed + 1;
+        }
+    }
+    return made;
 }
 
 /* out [slots][outputs] of x [slots][inputs]. `scratch` has a padded copy of x for each thread. */

@@ -1,4 +1,4 @@
-"""One decoding step of a Llama-like model as a single native call; the layout of its arguments follows decoder.c."""
+"""Decoding steps of a Llama-like model as a single native call; the layout of its arguments follows decoder.c."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from headrace.models.causal import Draws
 from headrace.models.llama_cache import LlamaCache
 from headrace.models.native import LEAST_OUTPUTS, Kernels
 
@@ -42,47 +44,101 @@ class _Shape(ctypes.Structure):
     _fields_ = (
         ("layers", ctypes.POINTER(_Layer)), ("depth", ctypes.c_int64), ("width", ctypes.c_int64),
         ("heads", ctypes.c_int64), ("kv_heads", ctypes.c_int64), ("dim", ctypes.c_int64),
-        ("embedding", ctypes.c_void_p), ("norm", ctypes.c_void_p), ("eps", ctypes.c_float),
+        ("embedding", ctypes.c_void_p), ("norm", ctypes.c_void_p), ("head", _Linear), ("eps", ctypes.c_float),
     )  # fmt: skip
 
 
+class _Batch(ctypes.Structure):
+    _fields_ = (
+        ("lengths", ctypes.c_void_p), ("stem_slots", ctypes.c_void_p), ("stem_lengths", ctypes.c_void_p),
+        ("cosine", ctypes.c_void_p), ("sine", ctypes.c_void_p), ("keys", ctypes.POINTER(ctypes.c_void_p)),
+        ("values", ctypes.POINTER(ctypes.c_void_p)), ("capacity", ctypes.c_int64), ("slots", ctypes.c_int64),
+    )  # fmt: skip
+
+
+Angles = tuple[Tensor, Tensor]
+
+
 class Decoder:
-    """Reads the weights where they lie: they may change between two steps, but not move."""
+    """Reads the weights where they lie: they may change between two calls, but not move."""
 
     def __init__(
-        self, kernels: Kernels, layers: Sequence[Any], heads: int, kv_heads: int, dim: int, embedding: Tensor, norm: Any
+        self,
+        kernels: Kernels,
+        layers: Sequence[Any],
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        embedding: Tensor,
+        norm: Any,
+        head: Any,
     ) -> None:
-        self._kernels = kernels
+        self._library = kernels.library
         self._width = embedding.shape[1]
         self._shape = _Shape(
-            (_Layer * len(layers))(*(_Layer.of(layer) for layer in layers)), len(layers), self._width,
-            heads, kv_heads, dim, _address(embedding), _address(norm.weight), norm.variance_epsilon,
+            (_Layer * len(layers))(*(_Layer.of(layer) for layer in layers)), len(layers), self._width, heads, kv_heads,
+            dim, _address(embedding), _address(norm.weight), _Linear.of(head.weight, head.bias), norm.variance_epsilon,
         )  # fmt: skip
         self._pointers = ctypes.c_void_p * len(layers)
 
-    def decode(self, ids_B: Tensor, lengths_B: Tensor, angles_Pd: tuple[Tensor, Tensor], cache: LlamaCache) -> Tensor:
+    def decode(self, ids_B: Tensor, lengths_B: Tensor, angles_Pd: Angles, cache: LlamaCache) -> Tensor:
         """The normed states [B, D]; keys and values of the new tokens are written where the slots end."""
-        keys, values = cache.keys, cache.values
-        assert ids_B.dtype == lengths_B.dtype == torch.int64 and ids_B.is_contiguous() and lengths_B.is_contiguous()
-        slots, capacity, threads = len(ids_B), keys[0].shape[2], torch.get_num_threads()
-        assert keys[0].shape[0] >= slots and angles_Pd[0].shape[0] >= int(lengths_B.max()) + 1
-        shape = ctypes.byref(self._shape)
-        scratch = torch.empty(self._kernels.decode_scratch(shape, slots, threads))
+        slots, threads = len(ids_B), torch.get_num_threads()
+        shape, scratch = ctypes.byref(self._shape), self._scratch(slots)
         hidden_BD = torch.empty(slots, self._width)
-        full = self._kernels.decode(
-            shape, ids_B.data_ptr(), lengths_B.data_ptr(), *(_address(angles) for angles in angles_Pd),
-            self._pointers(*map(_address, keys)), self._pointers(*map(_address, values)),
-            cache.stem_slots.data_ptr(), cache.stem_lengths.data_ptr(), capacity, slots,
-            scratch.data_ptr(), hidden_BD.data_ptr(), threads,
+        full = self._library.decode(
+            shape, self._batch(lengths_B, angles_Pd, cache, 1), _whole_numbers(ids_B), scratch.data_ptr(),
+            hidden_BD.data_ptr(), threads,
         )  # fmt: skip
-        if full:
-            raise IndexError(f"a slot has no room for one more token: capacity {capacity}, lengths {lengths_B}")
+        _require_room(not full, cache, lengths_B)
         return hidden_BD
 
+    def decode_and_sample(
+        self, ids_B: Tensor, lengths_B: Tensor, angles_Pd: Angles, cache: LlamaCache, draws: Draws
+    ) -> tuple[Tensor, Tensor]:
+        """(tokens, their log-probabilities), both [S, B], S at most as many steps as were asked for."""
+        slots, steps = len(ids_B), draws.steps
+        scratch, logits_BV = self._scratch(slots), torch.empty(slots, self._shape.head.outputs)
+        tokens_SB, logprob_SB = torch.empty(steps, slots, dtype=torch.int64), torch.empty(steps, slots)
+        seeds_B, positions_B = np.array(draws.seeds, np.uint64), np.array(draws.positions, np.int64)
+        stops = np.array(list(draws.stop_ids), np.int64)
+        assert len(seeds_B) == len(positions_B) == slots
+        made = self._library.decode_and_sample(
+            ctypes.byref(self._shape), self._batch(lengths_B, angles_Pd, cache, steps), _whole_numbers(ids_B),
+            seeds_B.ctypes.data, positions_B.ctypes.data, stops.ctypes.data, len(stops), steps, scratch.data_ptr(),
+            logits_BV.data_ptr(), tokens_SB.data_ptr(), logprob_SB.data_ptr(), torch.get_num_threads(),
+        )  # fmt: skip
+        _require_room(made >= 0, cache, lengths_B)
+        return tokens_SB[:made], logprob_SB[:made]
 
-def fits(layers: Sequence[Any], dim: int) -> bool:
-    """Whether the kernel can read a model of this shape."""
-    return dim % _LANES == 0 and all(min(linear.sizes) >= LEAST_OUTPUTS for one in layers for linear in one.linears)
+    def _scratch(self, slots: int) -> Tensor:
+        return torch.empty(self._library.decode_scratch(ctypes.byref(self._shape), slots, torch.get_num_threads()))
+
+    def _batch(self, lengths_B: Tensor, angles_Pd: Angles, cache: LlamaCache, steps: int) -> Any:
+        keys, values, slots = cache.keys, cache.values, len(lengths_B)
+        assert keys[0].shape[0] >= slots and angles_Pd[0].shape[0] >= int(lengths_B.max()) + steps
+        batch = _Batch(
+            _whole_numbers(lengths_B), _whole_numbers(cache.stem_slots), _whole_numbers(cache.stem_lengths),
+            *map(_address, angles_Pd), *(self._pointers(*map(_address, x)) for x in (keys, values)), keys[0].shape[2],
+            slots,
+        )  # fmt: skip
+        return ctypes.byref(batch)
+
+
+def _require_room(there: bool, cache: LlamaCache, lengths_B: Tensor) -> None:
+    if not there:
+        raise IndexError(f"a slot has no room for one more token: capacity {cache.length}, lengths {lengths_B}")
+
+
+def _whole_numbers(x: Tensor) -> int:
+    assert x.is_contiguous() and x.dtype == torch.int64
+    return x.data_ptr()
+
+
+def fits(layers: Sequence[Any], head: Any, dim: int) -> bool:
+    """Whether the kernel can decode with such layers."""
+    linears = [head, *(linear for layer in layers for linear in layer.linears)]
+    return dim % _LANES == 0 and all(min(linear.sizes) >= LEAST_OUTPUTS for linear in linears)
 
 
 def _address(x: Tensor) -> int:

@@ -11,13 +11,6 @@
 #define BLOCK 256    /* tokens whose exponentials are summed in float before they are added up in double */
 #define POSITIONS 64 /* keys and values that attention looks at in one go: they stay in the first-level cache */
 
-#if defined(__clang__) || __GNUC__ >= 12
-#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-typedef int32_t order __attribute__((vector_size(4 * LANES)));
-#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (order){__VA_ARGS__})
-#endif
-
 static float largest(const float *x, int64_t size) {
     float best[16];
     for (int j = 0; j < 16; j++) best[j] = -INFINITY;
@@ -87,7 +80,7 @@ void swiglu(const float *gate_up, int64_t stride, float *out, int64_t rows, int6
         const float *restrict gate = gate_up + n * stride, *restrict up = gate + width;
         float *restrict to = out + n * width;
 #pragma omp simd
-        for (int64_t i = 0; i < width; i++) to[i] = gate[i] / (1.0f + exponential(-gate[i])) * up[i];
+        for (int64_t i = 0; i < width; i++) to[i] = gate[i] * sigmoid(gate[i]) * up[i];
     }
 }
 
@@ -101,7 +94,7 @@ void swiglu_backward(const float *grad, int64_t grad_stride, const float *gate_u
         float *restrict to = out + n * width;
 #pragma omp simd
         for (int64_t i = 0; i < width; i++) {
-            float share = 1.0f / (1.0f + exponential(-gate[i]));
+            float share = sigmoid(gate[i]);
             float silu = gate[i] * share;
             to[i] = silu * up[i];
             to_up[i] = from[i] * silu;
@@ -309,11 +302,23 @@ static int64_t falls_on(const double *ends, int64_t count, double draw) {
     return last;
 }
 
-/* `ends` is scratch for one number for each block of the vocabulary. */
-static int64_t sample_row(const float *row, int64_t size, double uniform, double *ends, float *logprob) {
+static uint64_t scrambled(uint64_t z) {
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+    return z ^ (z >> 31);
+}
+
+/* SplitMix64 */
+double uniform_number(uint64_t seed, uint64_t position) {
+    const uint64_t stride = 0x9E3779B97F4A7C15u;
+    uint64_t state = scrambled(seed + stride) + (position + 1) * stride;
+    return (double)(scrambled(state) >> 11) * 0x1p-53;
+}
+
+int64_t sample_row(const float *row, int64_t size, double uniform, float *logprob) {
     float top = largest(row, size);
     int64_t blocks = (size + BLOCK - 1) / BLOCK;
-    double mass = 0.0;
+    double mass = 0.0, ends[blocks];
     for (int64_t k = 0; k < blocks; k++) {
         float sum = 0.0f;
         int64_t end = smaller(size, (k + 1) * BLOCK);
@@ -333,10 +338,9 @@ static int64_t sample_row(const float *row, int64_t size, double uniform, double
     return token;
 }
 
-void sample(const float *logits, int64_t stride, const double *uniforms, double *scratch, int64_t *tokens,
-            float *logprobs, int64_t rows, int64_t size, int threads) {
-    int64_t blocks = (size + BLOCK - 1) / BLOCK;
+void sample(const float *logits, int64_t stride, const double *uniforms, int64_t *tokens, float *logprobs, int64_t rows,
+            int64_t size, int threads) {
 #pragma omp parallel for num_threads(threads) if (rows > 1 && rows * size > 8192)
     for (int64_t n = 0; n < rows; n++)
-        tokens[n] = sample_row(logits + n * stride, size, uniforms[n], scratch + n * blocks, logprobs + n);
+        tokens[n] = sample_row(logits + n * stride, size, uniforms[n], logprobs + n);
 }

@@ -15,6 +15,13 @@
 typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef float wide __attribute__((vector_size(4 * WIDE), aligned(4), may_alias));
 
+#if defined(__clang__) || __GNUC__ >= 12
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+typedef int32_t order __attribute__((vector_size(4 * LANES)));
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (order){__VA_ARGS__})
+#endif
+
 #ifdef _OPENMP
 #include <omp.h>
 static inline int thread_number(void) { return omp_get_thread_num(); }
@@ -47,8 +54,24 @@ static inline float exponential(float x) {
     return x < -87.3f ? 0.0f : p * power.number;
 }
 
+/* 1 / (1 + e to the -x) within 4 ulp of 1: a division would take longer than all the rest. */
+static inline float sigmoid(float x) {
+    float power = exponential(-x), below = 1.0f + (power < 1e36f ? power : 1e36f); /* or the guess would overrun */
+    union { float number; uint32_t bits; } guess = {below};
+    guess.bits = 0x7EF311C7u - guess.bits; /* the exponent negated: within an eighth of the inverse */
+    float inverse = guess.number;
+    for (int step = 0; step < 3; step++) inverse *= 2.0f - below * inverse; /* Newton's */
+    return inverse;
+}
+
 /* Attention of one slot's new token, for the query heads that share one key and value head. The first `stem_length`
  * positions are read from the stem's keys and values. */
 void decode_group(const float *query, const float *key, const float *value, const float *cosine, const float *sine,
                   float *keys, float *values, const float *stem_keys, const float *stem_values, int64_t stem_length,
                   int64_t length, int64_t group, int64_t dim, float *out);
+
+/* A number in [0, 1) that depends on seed and position alone. */
+double uniform_number(uint64_t seed, uint64_t position);
+
+/* The token that a uniform number falls on, and its log-probability. */
+int64_t sample_row(const float *logits, int64_t size, double uniform, float *logprob);

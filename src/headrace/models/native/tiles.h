@@ -39,3 +39,38 @@ INLINE void tile_sums(const float *const *rows, int64_t row_stride, int64_t step
     for (int j = 0; j < TILE; j++)
         for (int v = 0; v < vectors; v++) sums[j][v] = total[j][v];
 }
+
+/* A tile of `times`: the rows from `from` on, of which the last triples may begin earlier, so as not to overrun. */
+INLINE void tile(const float *a, int64_t a_row, int64_t a_step, int64_t from, int64_t rows, int64_t inner,
+                 const float *b, int64_t b_row, float *to, int64_t to_row, const int vectors, const int add) {
+    wide sums[TILE][2];
+    const float *at[GROUPS];
+    int64_t first[GROUPS];
+    for (int g = 0; g < GROUPS; g++) {
+        first[g] = smaller(from + g * TRIPLE, rows - TRIPLE);
+        at[g] = a + first[g] * a_row;
+    }
+    tile_sums(at, a_row, a_step, inner, b, b_row, 0, sums, vectors);
+    for (int g = 0; g < GROUPS; g++)
+        for (int j = 0; j < TRIPLE; j++) {
+            if (first[g] + j < from + g * TRIPLE) continue; /* another triple's */
+            float *row = to + (first[g] + j) * to_row;
+            for (int v = 0; v < vectors; v++) {
+                wide sum = sums[g * TRIPLE + j][v];
+                if (add) sum += *(const wide *)(row + v * WIDE);
+                *(wide *)(row + v * WIDE) = sum;
+            }
+        }
+}
+
+/* to [rows][columns] = (or +=) sum over k of a[row * a_row + k * a_step] * b[k][column]. Of b, COLUMNS columns at a time
+ * stand `b_panel` apart, and its rows `b_row`. There are at least TRIPLE rows, and the columns are a multiple of WIDE. */
+INLINE void times(const float *a, int64_t a_row, int64_t a_step, int64_t rows, int64_t inner, const float *b,
+                  int64_t b_row, int64_t b_panel, int64_t columns, float *to, int64_t to_row, const int add) {
+    for (int64_t column = 0; column < columns; column += COLUMNS, b += b_panel)
+        for (int64_t from = 0; from < rows; from += TILE)
+            if (columns - column > WIDE)
+                tile(a, a_row, a_step, from, rows, inner, b, b_row, to + column, to_row, 2, add);
+            else
+                tile(a, a_row, a_step, from, rows, inner, b, b_row, to + column, to_row, 1, add);
+}

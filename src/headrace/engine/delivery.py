@@ -1,0 +1,49 @@
+"""Results on their way from an engine's thread to callers on an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class Deliveries:
+    """All results that are there are handed over at once: a whole group often ends with the same token, and waking the
+    loop for each of them takes longer than what is done with it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ready: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Any], Future[Any]]]] = {}
+
+    async def wait(self, result: Future[T]) -> T:
+        """The result, once a thread has set it. The future is not cancelled with the caller."""
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[T] = loop.create_future()
+        result.add_done_callback(lambda done: self._settled(loop, waiter, done))
+        return await waiter
+
+    def _settled(self, loop: asyncio.AbstractEventLoop, waiter: asyncio.Future[Any], done: Future[Any]) -> None:
+        with self._lock:
+            ready = self._ready.setdefault(loop, [])
+            first = not ready
+            ready.append((waiter, done))
+        if first:
+            with suppress(RuntimeError):  # a closed loop has no one waiting
+                loop.call_soon_threadsafe(self._deliver, loop)
+
+    def _deliver(self, loop: asyncio.AbstractEventLoop) -> None:
+        with self._lock:
+            ready = self._ready.pop(loop)
+        for waiter, done in ready:
+            if waiter.done():  # its caller has gone
+                continue
+            if done.cancelled():
+                waiter.cancel()
+            elif (error := done.exception()) is not None:
+                waiter.set_exception(error)
+            else:
+                waiter.set_result(done.result())
