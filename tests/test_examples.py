@@ -15,6 +15,7 @@ from headrace.models.catalog import model_folder
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.toml"))
 SMALL = ["--trainer.steps=1", "--trainer.batch_size=2", "--rollout.max_tokens=8", "--eval.before=false"]
+REAL = [path.stem for path in EXAMPLES if load_config(path).model.name == "smollm2-135m"]
 # pairs need rewards that differ, so replies must be whole
 OWN = {"countdown_dpo": ["--trainer.batch_size=4", "--rollout.max_tokens=60", "--run.deterministic=true"]}
 
@@ -57,7 +58,7 @@ def test_a_run_file_loads_and_says_how_it_is_started(path: Path) -> None:
 @pytest.mark.parametrize(
     "path",
     # the others need a teacher, a model that is not bundled, or a server, and have tests of their own
-    [p for p in EXAMPLES if p.stem not in ("countdown_distill", "countdown_smollm2", "countdown_tinker")],
+    [p for p in EXAMPLES if p.stem not in ("countdown_distill", "countdown_tinker", *REAL)],
     ids=lambda p: p.stem,
 )
 def test_a_run_file_trains(path: Path, tmp_path: Path) -> None:
@@ -77,6 +78,7 @@ def test_distillation_takes_the_exported_folder_of_a_run(tmp_path: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.skipif(not model_folder("smollm2-135m").exists(), reason="headrace model get smollm2-135m")
-def test_the_real_model_trains(tmp_path: Path) -> None:
-    last = train(ROOT / "examples" / "countdown_smollm2.toml", tmp_path / "run")
+@pytest.mark.parametrize("name", REAL)
+def test_the_real_model_trains(name: str, tmp_path: Path) -> None:
+    last = train(ROOT / "examples" / f"{name}.toml", tmp_path / "run")
     assert last["step"] == 1 and last["tokens/trained"] > 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from headrace.models.causal import Draws, build_causal_model
 from headrace.models.fingerprint import fingerprint
 from headrace.models.logprobs import target_logprobs
 from headrace.models.packed import PackedRows
+from pace import slowed
 
 
 class CountingModel:
@@ -48,10 +48,12 @@ class CountingModel:
 
     def decode_and_sample(self, cache: Any, ids_B: torch.Tensor, lengths: Sequence[int], draws: Draws) -> Any:
         self._fail_if_broken()
-        few = replace(draws, steps=min(draws.steps, 2))  # or all of a reply would be there before anything can happen
-        sampled = self._model.decode_and_sample(cache, ids_B, lengths, few)
+        sampled = slowed(self._model.decode_and_sample)(cache, ids_B, lengths, draws)
         self.decodes += [len(lengths)] * (0 if sampled is None else len(sampled[0]))
         return sampled
+
+    def copy(self) -> CountingModel:
+        return CountingModel(self._model.copy())
 
     def _fail_if_broken(self) -> None:
         if self.broken:

@@ -106,8 +106,8 @@ class EngineContract(SamplingContract, WeightsContract):
 
     async def test_compute_logprobs_does_not_disturb_generation(self, start: Start) -> None:
         engine = start()
-        alone = await soon(engine.generate(self.prompt(5), SamplingParams(max_tokens=60), 1))
-        task = asyncio.ensure_future(engine.generate(self.prompt(5), SamplingParams(max_tokens=60), 1))
+        alone = await soon(engine.generate(self.prompt(5), SamplingParams(max_tokens=self.long), 1))
+        task = asyncio.ensure_future(engine.generate(self.prompt(5), SamplingParams(max_tokens=self.long), 1))
         await under_way(engine, 4)
         await soon(engine.compute_logprobs([self.prompt(40)]))  # works while paused, too
         await engine.resume()
@@ -155,8 +155,8 @@ class EngineContract(SamplingContract, WeightsContract):
 
     async def test_a_paused_engine_decodes_nothing_and_goes_on_where_it_was(self, start: Start) -> None:
         engine = start()
-        alone = await soon(engine.generate(self.prompt(5), SamplingParams(max_tokens=80), 1))
-        task = asyncio.ensure_future(engine.generate(self.prompt(5), SamplingParams(max_tokens=80), 1))
+        alone = await soon(engine.generate(self.prompt(5), SamplingParams(max_tokens=self.long), 1))
+        task = asyncio.ensure_future(engine.generate(self.prompt(5), SamplingParams(max_tokens=self.long), 1))
         await under_way(engine, 5)
         late = asyncio.ensure_future(engine.generate(self.prompt(6), SamplingParams(max_tokens=5), 2))
         await submitted(engine, 2)
@@ -182,8 +182,8 @@ class EngineContract(SamplingContract, WeightsContract):
 
     async def test_releasing_the_cache_harms_no_request(self, start: Start) -> None:
         engine = start()
-        alone = await soon(engine.generate(self.prompt(5), SamplingParams(max_tokens=50), 1))
-        task = asyncio.ensure_future(engine.generate(self.prompt(5), SamplingParams(max_tokens=50), 1))
+        alone = await soon(engine.generate(self.prompt(5), SamplingParams(max_tokens=self.long), 1))
+        task = asyncio.ensure_future(engine.generate(self.prompt(5), SamplingParams(max_tokens=self.long), 1))
         await under_way(engine, 5)
         await soon(engine.release_cache())
         await engine.resume()
@@ -195,7 +195,7 @@ class EngineContract(SamplingContract, WeightsContract):
         assert idle.alive and not idle.paused and idle.error is None
         assert (idle.version, idle.running, idle.waiting, idle.generated_tokens) == (0, 0, 0, 0)
         tasks = [
-            asyncio.ensure_future(engine.generate(self.prompt(4, s), SamplingParams(max_tokens=60), s))
+            asyncio.ensure_future(engine.generate(self.prompt(4, s), SamplingParams(max_tokens=self.long), s))
             for s in range(5)
         ]
         await submitted(engine, 5)
@@ -205,7 +205,7 @@ class EngineContract(SamplingContract, WeightsContract):
         await engine.resume()
         await soon(asyncio.gather(*tasks))
         done = engine.health()
-        assert (done.running, done.waiting, done.generated_tokens) == (0, 0, 300)
+        assert (done.running, done.waiting, done.generated_tokens) == (0, 0, 5 * self.long)
         assert done.busy_s > 0
 
     # ---- the end --------------------------------------------------------------------------------------------------

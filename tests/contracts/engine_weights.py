@@ -171,7 +171,7 @@ class WeightsContract(EngineHarness):
 
     async def test_a_cache_released_in_flight_is_rebuilt(self, start: Start) -> None:
         engine, lengths = start(), (1, 2, 9, 9, 17)
-        params = SamplingParams(max_tokens=90)
+        params = SamplingParams(max_tokens=self.long)
         alone = [await soon(engine.generate(self.prompt(n), params, seed)) for seed, n in enumerate(lengths)]
         await soon(engine.pin())
         tasks = [

@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import resource
+import select
 import signal
 import struct
 import sys
@@ -59,6 +60,13 @@ def _die_with(parent: int) -> None:
     _prctl(_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def _is_hung_up(pipe: int) -> bool:
+    """Whether no one holds the other end any more."""
+    poll = select.poll()
+    poll.register(pipe, 0)
+    return bool(poll.poll(0))
 
 
 def _bind(path: str, root: str) -> None:
@@ -168,14 +176,19 @@ def main() -> None:
         if spec["mode"] == "seccomp":
             if as_root:
                 _become_nobody()
-                _prctl(_SET_PDEATHSIG, signal.SIGKILL)  # forgotten when the user changes
+                _die_with(spec["parent"])  # forgotten when the user changes
             _become(spec)
         elif spec["mode"] == "none":
             _become(spec)
         _make_namespaces(as_root)
+        _die_with(spec["parent"])  # forgotten in a new user namespace, too
+        alive, held = os.pipe()
         first = os.fork()
         if first == 0:
+            os.close(held)
             _prctl(_SET_PDEATHSIG, signal.SIGKILL)
+            if _is_hung_up(alive):  # ended before that; the new namespace does not know its number
+                os._exit(1)
             _prctl(_SET_DUMPABLE, 0)
             os._exit(_first_process(spec, as_root))
         os._exit(os.waitstatus_to_exitcode(os.waitpid(first, 0)[1]) & 0xFF)
