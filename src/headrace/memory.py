@@ -14,15 +14,22 @@ _CLEAR = Path("/proc/self/clear_refs")
 # glibc's M_ARENA_MAX, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD and M_TOP_PAD: one heap, which holds all but the largest
 # tensors and is not given back
 _KEEP = ((-8, 1), (-3, 2**25), (-1, 2**31 - 1), (-2, 2**26))
+_COLLECT_AFTER = 50_000  # objects that may be in cycles
 
 
 @contextmanager
 def frozen() -> Iterator[None]:
-    """What is there now is no garbage for the time being: walking all of torch costs a third of the controller."""
+    """What is there now is no garbage for the time being: walking all of torch costs a third of the controller.
+
+    Nor is what comes looked through as often as usual: hardly any of it is a cycle, and a step makes tens of thousands.
+    """
+    before = gc.get_threshold()
     gc.freeze()
+    gc.set_threshold(_COLLECT_AFTER, *before[1:])
     try:
         yield
     finally:
+        gc.set_threshold(*before)
         gc.unfreeze()
 
 

@@ -272,8 +272,10 @@ class TorchEngine:
         before = lane.sampled
         ended = lane.advance(joined)
         self._generated += lane.sampled - before
-        for request, reason in ended:
-            settle(request.result, lambda r=request, why=reason: r.generation(why))
+        if ended:
+            with self._deliveries.held():
+                for request, reason in ended:
+                    settle(request.result, lambda r=request, why=reason: r.generation(why))
 
     def _pin(self) -> int:
         if self._pinned is not None:

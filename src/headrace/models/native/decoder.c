@@ -29,14 +29,27 @@ typedef struct {
     float eps;
 } decoder;
 
-/* What is decoded: keys and values have a pointer for each layer, to [slots][kv heads][capacity][dim]; a slot's first
- * positions may be in another, its stem. `cosine` and `sine` have a row for each position. */
+/* What is decoded: keys and values have a pointer for each layer, to [slots][kv heads][capacity][dim], of which the batch
+ * has some from `first` on; a slot's first positions may be in another, its stem. `cosine` and `sine` have a row for each
+ * position. */
 typedef struct {
     const int64_t *lengths, *stem_slots, *stem_lengths;
     const float *cosine, *sine;
     float *const *keys, *const *values;
-    int64_t capacity, slots;
+    int64_t capacity, slots, first;
 } batch;
+
+/* Those who decode a batch together, and which of them this thread is. */
+typedef struct {
+    int thread, threads;
+} team;
+
+/* Waits for the others. */
+static void meet(team t) {
+    if (t.threads > 1) {
+#pragma omp barrier
+    }
+}
 
 typedef enum { STORED, ADDED, GATED, BY_SLOT } ending;
 
@@ -49,11 +62,10 @@ INLINE float bias_of(const linear *l, int64_t output) { return l->bias ? l->bias
 
 /* This thread's share of the outputs of a product. GATED: silu(first half) * second half. BY_SLOT: to
  * [slots][outputs]; else to panels. */
-INLINE void product(const linear *l, const float *x, float *to, int64_t slots, int thread, int threads,
-                    const ending how) {
+INLINE void product(const linear *l, const float *x, float *to, int64_t slots, team t, const ending how) {
     int64_t outputs = how == GATED ? l->outputs / 2 : l->outputs, step = how == GATED ? TILE / 2 : TILE;
     int64_t tiles = (outputs + step - 1) / step;
-    for (int64_t tile = tiles * thread / threads; tile < tiles * (thread + 1) / threads; tile++) {
+    for (int64_t tile = tiles * t.thread / t.threads; tile < tiles * (t.thread + 1) / t.threads; tile++) {
         const float *rows[GROUPS];
         int64_t wanted[GROUPS], first[GROUPS]; /* the last triple may begin earlier than wanted, so as not to overrun */
         for (int g = 0; g < GROUPS; g++) {
@@ -138,7 +150,7 @@ static void take_heads(const float *column, int64_t count, int64_t dim, const fl
 /* Where keys or values of a slot begin that are its own, from position `from` on. */
 static const float *own_at(const decoder *m, const batch *b, const float *held, int64_t slot, int64_t head,
                            int64_t from) {
-    return held + ((slot * m->kv_heads + head) * b->capacity + from) * m->dim;
+    return held + (((b->first + slot) * m->kv_heads + head) * b->capacity + from) * m->dim;
 }
 
 #define AHEAD 1024 /* floats that are fetched of the next slot: from there on, the processor has seen the pattern */
@@ -157,7 +169,7 @@ static void attention_of(const decoder *m, const batch *b, int64_t layer, int64_
                          const float *qkv, float *mixed) {
     const struct layer *l = m->layers + layer;
     int64_t group = m->heads / m->kv_heads, dim = m->dim, size = b->capacity * dim, angle = length * dim;
-    int64_t own = (slot * m->kv_heads + head) * size, stem = (b->stem_slots[slot] * m->kv_heads + head) * size;
+    int64_t own = ((b->first + slot) * m->kv_heads + head) * size, stem = (b->stem_slots[slot] * m->kv_heads + head) * size;
     float query[group * dim], key[dim], value[dim], out[group * dim], *keys = b->keys[layer], *values = b->values[layer];
     const float *column = qkv + place_of(slot, l->qkv.outputs);
     take_heads(column + head * group * dim * COLUMNS, group, dim, l->q_norm, m->eps, query);
@@ -176,14 +188,14 @@ typedef struct {
 
 /* As many positions as the others have, as nearly as can be. It is the same thread that sees a slot in every step, so
  * that keys and values stay in its cache. */
-static share share_of(const decoder *m, const batch *b, int thread, int team) {
+static share share_of(const decoder *m, const batch *b, team t) {
     int64_t total = 0, before = 0;
     share mine = {0, 0};
     for (int64_t slot = 0; slot < b->slots; slot++) total += m->kv_heads * (b->lengths[slot] + 1);
     for (int64_t slot = 0; slot < b->slots; slot++)
         for (int64_t head = 0; head < m->kv_heads; head++, before += b->lengths[slot] + 1) {
-            mine.first += before * team < total * thread;
-            mine.end += before * team < total * (thread + 1);
+            mine.first += before * t.threads < total * t.thread;
+            mine.end += before * t.threads < total * (t.thread + 1);
         }
     return mine;
 }
@@ -206,10 +218,18 @@ static int64_t widest(const decoder *m) {
     return mixed > most ? mixed : most;
 }
 
-/* Floats of scratch that decoding needs. */
-int64_t decode_scratch(const decoder *m, int64_t slots, int threads) {
+/* Floats of scratch for slots that a team of so many decodes. */
+static int64_t scratch_for(const decoder *m, int64_t slots, int threads) {
     int64_t floats = m->width + m->layers[0].qkv.outputs + m->heads * m->dim + (threads + 1) * widest(m);
     return panels_for(slots) * COLUMNS * floats;
+}
+
+static int64_t even_share(int64_t slots, int threads) { return (slots + threads - 1) / threads; }
+
+/* Floats of scratch that decoding needs, whichever way. */
+int64_t decode_scratch(const decoder *m, int64_t slots, int threads) {
+    int64_t together = scratch_for(m, slots, threads), apart = threads * scratch_for(m, even_share(slots, threads), 1);
+    return together > apart ? together : apart;
 }
 
 /* In panels: what passes through the layers, and this thread's copy of what is normed. */
@@ -217,38 +237,38 @@ typedef struct {
     float *x, *qkv, *mixed, *inner, *normed;
 } states;
 
-static states states_in(const decoder *m, int64_t slots, float *scratch, int thread) {
+static states states_in(const decoder *m, int64_t slots, float *scratch, team t) {
     int64_t columns = panels_for(slots) * COLUMNS;
     states s = {.x = scratch};
     s.qkv = s.x + m->width * columns;
     s.mixed = s.qkv + m->layers[0].qkv.outputs * columns;
     s.inner = s.mixed + m->heads * m->dim * columns;
-    s.normed = s.inner + (thread + 1) * widest(m) * columns;
+    s.normed = s.inner + (t.thread + 1) * widest(m) * columns;
     return s;
 }
 
-/* One step, by all threads; `fed` tokens have been fed since the lengths were counted. Ends with the normed states. */
-static void step(const decoder *m, const batch *b, share mine, const int64_t *ids, int64_t fed, const states *s) {
-    int thread = thread_number(), team = team_size();
-    int64_t width = m->width, slots = b->slots;
-#pragma omp for
-    for (int64_t slot = 0; slot < panels_for(slots) * COLUMNS; slot++)
+/* One step, by all of a team; `fed` tokens have been fed since the lengths were counted. Ends with the normed states. */
+static void step(const decoder *m, const batch *b, team t, share mine, const int64_t *ids, int64_t fed,
+                 const states *s) {
+    int64_t width = m->width, slots = b->slots, columns = panels_for(slots) * COLUMNS;
+    for (int64_t slot = columns * t.thread / t.threads; slot < columns * (t.thread + 1) / t.threads; slot++)
         for (int64_t i = 0; i < width; i++)
             s->x[place_of(slot, width) + i * COLUMNS] = slot < slots ? m->embedding[ids[slot] * width + i] : 0.0f;
+    meet(t);
     for (int64_t n = 0; n < m->depth; n++) {
         const layer *l = m->layers + n;
         norm_slots(s->x, l->norm_1, s->normed, width, slots, m->eps);
-        product(&l->qkv, s->normed, s->qkv, slots, thread, team, STORED);
-#pragma omp barrier
+        product(&l->qkv, s->normed, s->qkv, slots, t, STORED);
+        meet(t);
         attend_share(m, b, mine, n, fed, s->qkv, s->mixed);
-#pragma omp barrier
-        product(&l->out, s->mixed, s->x, slots, thread, team, ADDED);
-#pragma omp barrier
+        meet(t);
+        product(&l->out, s->mixed, s->x, slots, t, ADDED);
+        meet(t);
         norm_slots(s->x, l->norm_2, s->normed, width, slots, m->eps);
-        product(&l->gate_up, s->normed, s->inner, slots, thread, team, GATED);
-#pragma omp barrier
-        product(&l->down, s->inner, s->x, slots, thread, team, ADDED);
-#pragma omp barrier
+        product(&l->gate_up, s->normed, s->inner, slots, t, GATED);
+        meet(t);
+        product(&l->down, s->inner, s->x, slots, t, ADDED);
+        meet(t);
     }
     norm_slots(s->x, m->norm, s->normed, width, slots, m->eps);
 }
@@ -261,7 +281,7 @@ static int has_room(const batch *b, int64_t steps) {
 
 /* Unused columns of what attention writes into: they are multiplied along with the others. */
 static void clear(const decoder *m, int64_t slots, float *scratch) {
-    states s = states_in(m, slots, scratch, 0);
+    states s = states_in(m, slots, scratch, (team){0, 1});
     memset(s.mixed, 0, sizeof(float) * m->heads * m->dim * panels_for(slots) * COLUMNS);
 }
 
@@ -271,8 +291,9 @@ int decode(const decoder *m, const batch *b, const int64_t *ids, float *scratch,
     clear(m, b->slots, scratch);
 #pragma omp parallel num_threads(threads)
     {
-        const states s = states_in(m, b->slots, scratch, thread_number());
-        step(m, b, share_of(m, b, thread_number(), team_size()), ids, 0, &s);
+        const team all = {thread_number(), team_size()};
+        const states s = states_in(m, b->slots, scratch, all);
+        step(m, b, all, share_of(m, b, all), ids, 0, &s);
 #pragma omp for
         for (int64_t slot = 0; slot < b->slots; slot++)
             for (int64_t i = 0; i < m->width; i++)
@@ -287,6 +308,58 @@ static int is_one_of(int64_t token, const int64_t *tokens, int64_t count) {
     return 0;
 }
 
+#define NEAR (1 << 21) /* weights that stay in the cache which cores share, so that each of them may read them all */
+
+/* Whether every thread had better decode slots of its own, where no one waits for another within a step: with weights
+ * that are near, and as many vectors of slots for each. */
+static int decodes_apart(const decoder *m, int64_t slots, int threads) {
+    int64_t weights = m->head.outputs * m->head.inputs;
+    for (int64_t n = 0; n < m->depth; n++) {
+        const layer *l = m->layers + n;
+        const linear *parts[] = {&l->qkv, &l->out, &l->gate_up, &l->down};
+        for (int i = 0; i < 4; i++) weights += parts[i]->outputs * parts[i]->inputs;
+    }
+    return threads > 1 && weights <= NEAR && (slots + WIDE - 1) / WIDE % threads == 0;
+}
+
+/* A thread's own part of a batch. */
+static batch part_of(const batch *b, int thread, int threads) {
+    int64_t size = even_share(b->slots, threads), first = smaller(thread * size, b->slots);
+    batch part = *b;
+    part.first = b->first + first;
+    part.slots = smaller(size, b->slots - first);
+    part.lengths += first;
+    part.stem_slots += first;
+    part.stem_lengths += first;
+    return part;
+}
+
+/* Where tokens come from and go to: [steps][slots], a row after the other. */
+typedef struct {
+    const int64_t *ids, *positions, *stops;
+    const uint64_t *seeds;
+    int64_t stop_count, slots, *tokens;
+    float *logits, *logprobs;
+} drawing;
+
+/* One more token for every slot of a part of the batch; whether one of them is a stop. */
+static int step_and_sample(const decoder *m, const batch *b, team t, share mine, const states *s, int64_t fed,
+                           const drawing *d) {
+    int64_t vocabulary = m->head.outputs, first = b->first, row = fed * d->slots + first;
+    float *logits = d->logits + first * vocabulary;
+    step(m, b, t, mine, fed ? d->tokens + row - d->slots : d->ids + first, fed, s);
+    product(&m->head, s->normed, logits, b->slots, t, BY_SLOT);
+    meet(t);
+    int stopped = 0;
+    for (int64_t slot = b->slots * t.thread / t.threads; slot < b->slots * (t.thread + 1) / t.threads; slot++) {
+        double uniform = uniform_number(d->seeds[first + slot], (uint64_t)(d->positions[first + slot] + fed));
+        int64_t token = sample_row(logits + slot * vocabulary, vocabulary, uniform, d->logprobs + row + slot);
+        d->tokens[row + slot] = token;
+        stopped |= is_one_of(token, d->stops, d->stop_count);
+    }
+    return stopped;
+}
+
 /* Up to `most` steps, each with the tokens that the last one sampled, until one of them is a `stop`. Slot b's next token
  * is the one at `positions[b]` of what its seed gives. Writes tokens and log-probabilities [steps][slots]; `logits` is
  * scratch for a row for each slot. Returns the number of steps, or -1 if a slot has no room for them all. */
@@ -294,33 +367,29 @@ int64_t decode_and_sample(const decoder *m, const batch *b, const int64_t *ids, 
                           const int64_t *positions, const int64_t *stops, int64_t stop_count, int64_t most,
                           float *scratch, float *logits, int64_t *tokens, float *logprobs, int threads) {
     if (!has_room(b, most)) return -1;
-    clear(m, b->slots, scratch);
-    int64_t slots = b->slots, vocabulary = m->head.outputs, made = 0;
-    int stopped = 0;
+    const drawing d = {ids, positions, stops, seeds, stop_count, b->slots, tokens, logits, logprobs};
+    int64_t last = most;
 #pragma omp parallel num_threads(threads)
     {
-        const states s = states_in(m, slots, scratch, thread_number());
-        const share mine = share_of(m, b, thread_number(), team_size());
-        for (int64_t fed = 0; fed < most && !stopped; fed++) {
-            step(m, b, mine, fed ? tokens + (fed - 1) * slots : ids, fed, &s);
-            product(&m->head, s.normed, logits, slots, thread_number(), team_size(), BY_SLOT);
+        int thread = thread_number(), team_threads = team_size(), apart = decodes_apart(m, b->slots, team_threads);
+        const team t = apart ? (team){0, 1} : (team){thread, team_threads};
+        const batch part = apart ? part_of(b, thread, team_threads) : *b;
+        float *own = apart ? scratch + thread * scratch_for(m, even_share(b->slots, team_threads), 1) : scratch;
+        const states s = states_in(m, part.slots, own, t);
+        const share mine = share_of(m, &part, t);
+        if (t.thread == 0) clear(m, part.slots, own);
 #pragma omp barrier
-#pragma omp for schedule(static)
-            for (int64_t slot = 0; slot < slots; slot++) {
-                double uniform = uniform_number(seeds[slot], (uint64_t)(positions[slot] + fed));
-                float *row = logits + slot * vocabulary;
-                int64_t at = fed * slots + slot;
-                tokens[at] = sample_row(row, vocabulary, uniform, logprobs + at);
-                if (is_one_of(tokens[at], stops, stop_count)) {
+        for (int64_t fed = 0, end = most; fed < end; fed++) {
+            if (step_and_sample(m, &part, t, mine, &s, fed, &d)) {
 #pragma omp atomic write
-                    stopped = 1;
-                }
+                last = fed + 1; /* not a mere flag: others may be about to look whether the step before was the last */
             }
-#pragma omp single
-            made = fed + 1;
+#pragma omp barrier
+#pragma omp atomic read
+            end = last;
         }
     }
-    return made;
+    return last;
 }
 
 /* out [slots][outputs] of x [slots][inputs]. `scratch` has a padded copy of x for each thread. */
@@ -329,9 +398,9 @@ void few_rows(const float *weight, const float *bias, int64_t outputs, int64_t i
     const linear l = {weight, bias, outputs, inputs};
 #pragma omp parallel num_threads(threads)
     {
-        int thread = thread_number(), team = team_size();
-        float *y = scratch + thread * inputs * panels_for(slots) * COLUMNS;
+        const team all = {thread_number(), team_size()};
+        float *y = scratch + all.thread * inputs * panels_for(slots) * COLUMNS;
         stand_up(x, y, slots, inputs);
-        product(&l, y, out, slots, thread, team, BY_SLOT);
+        product(&l, y, out, slots, all, BY_SLOT);
     }
 }

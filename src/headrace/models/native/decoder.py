@@ -53,6 +53,7 @@ class _Batch(ctypes.Structure):
         ("lengths", ctypes.c_void_p), ("stem_slots", ctypes.c_void_p), ("stem_lengths", ctypes.c_void_p),
         ("cosine", ctypes.c_void_p), ("sine", ctypes.c_void_p), ("keys", ctypes.POINTER(ctypes.c_void_p)),
         ("values", ctypes.POINTER(ctypes.c_void_p)), ("capacity", ctypes.c_int64), ("slots", ctypes.c_int64),
+        ("first", ctypes.c_int64),
     )  # fmt: skip
 
 
@@ -120,7 +121,7 @@ class Decoder:
         batch = _Batch(
             _whole_numbers(lengths_B), _whole_numbers(cache.stem_slots), _whole_numbers(cache.stem_lengths),
             *map(_address, angles_Pd), *(self._pointers(*map(_address, x)) for x in (keys, values)), keys[0].shape[2],
-            slots,
+            slots, 0,
         )  # fmt: skip
         return ctypes.byref(batch)
 
