@@ -91,6 +91,24 @@ def test_feed_forward(kernels: Kernels, tokens: int, width: int, inner: int) -> 
         close(mine, theirs)
 
 
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("outputs", [3, 16, 33, 97, 511])
+def test_chosen_logprobs(kernels: Kernels, tokens: int, outputs: int) -> None:
+    x, weight, grad = torch.randn(tokens, 32), torch.randn(outputs, 32), torch.randn(tokens)
+    targets, heat = torch.randint(outputs, (tokens,)), torch.rand(tokens) + 0.5
+    logprobs, entropies, probs = narrow.chosen_logprobs(kernels, x, weight, targets, heat)
+    got = narrow.chosen_logprobs_backward(kernels, grad / heat, x, probs, targets, weight)
+    x_, weight_ = doubles(x, weight)
+    whole = torch.log_softmax(x_ @ weight_.t() / heat.double()[:, None], dim=-1)
+    wanted = whole.gather(1, targets[:, None]).squeeze(1)
+    wanted.backward(grad.double())
+    close(logprobs, wanted)
+    close(entropies, -(whole.exp() * whole).sum(-1))
+    close(probs[:, :outputs], whole.exp())
+    for mine, theirs in zip(got, (x_.grad, weight_.grad), strict=True):
+        close(mine, theirs)
+
+
 def test_the_same_to_the_bit_every_time(kernels: Kernels) -> None:
     x, grad, norm, weight = torch.randn(500, 64), torch.randn(500, 96), norm_of(64), torch.randn(96, 64)
 
@@ -112,5 +130,8 @@ def test_what_is_not_narrow_is_left_to_the_library(kernels: Kernels) -> None:
     assert narrow.narrow_kernels(x, linear(64, 64)) is kernels
     for other in (linear(64, 64, bias=True), linear(40, 64), linear(4096, 64)):
         assert narrow.narrow_kernels(x, other) is None
+    assert narrow.narrow_head_kernels(x, linear(97, 64)) is kernels
+    for head in (linear(97, 64, bias=True), linear(64, 40), linear(2, 64), linear(4096, 64)):
+        assert narrow.narrow_head_kernels(x, head) is None
     assert narrow.narrow_kernels(x[:2], linear(64, 64)) is None
     assert narrow.narrow_kernels(x.double(), linear(64, 64)) is None

@@ -36,11 +36,7 @@ class FusedLinear:
 
     def fused(self, x_ND: Tensor, row_block: int = 0) -> Tensor:
         """All outputs end to end, without gradients; adapters are on, even if the learner has switched them off."""
-        kernels = kernels_for(x_ND) if x_ND.shape[0] <= _FEW and self.weight.shape[0] >= LEAST_OUTPUTS else None
-        if kernels is not None:
-            whole = kernels.few_rows(x_ND.contiguous(), self.weight, self.bias)
-        else:
-            whole = linear_by_blocks(x_ND, self.weight, self.bias, row_block)
+        whole = self.product(x_ND, row_block)
         parts = whole.split(self.sizes, dim=-1) if self._adapted else ()
         for index, layer in self._adapted:
             for name in layer.active_adapters:
@@ -49,9 +45,12 @@ class FusedLinear:
                 parts[index].add_(layer.scaling[name] * linear_by_blocks(low, up, None, row_block))
         return whole
 
-    def product(self, x_ND: Tensor) -> Tensor:
+    def product(self, x_ND: Tensor, row_block: int = 0) -> Tensor:
         """All outputs end to end, without gradients or adapters."""
-        return F.linear(x_ND, self.weight, self.bias)
+        kernels = kernels_for(x_ND) if x_ND.shape[0] <= _FEW and self.weight.shape[0] >= LEAST_OUTPUTS else None
+        if kernels is not None:
+            return kernels.few_rows(x_ND.contiguous(), self.weight, self.bias)
+        return linear_by_blocks(x_ND, self.weight, self.bias, row_block)
 
     def accumulate(self, grad_NO: Tensor, x_ND: Tensor) -> None:
         """Add the gradient of `product` to that of the parameters, within the matrix product."""

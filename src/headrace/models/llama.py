@@ -121,7 +121,8 @@ class LlamaModel:
         self._plain = base is hf_model and self._embedding.weight.dtype in _WIDE
 
     def hidden(self, rows: PackedRows) -> Tensor:
-        return _rms_norm(self._run(rows), self._norm)
+        norm = whole.last_norm if self._as_a_whole() else _rms_norm
+        return norm(self._run(rows), self._norm)
 
     def whole_head(self) -> FusedLinear | None:
         return self._head if self._as_a_whole() else None
@@ -217,12 +218,14 @@ class LlamaModel:
         what a layer's tokens see from before.
         """
         angles = self._angles(rows.positions_N, int(rows.positions_N.max()) + 1)
-        as_a_whole = keep is None and self._as_a_whole()
+        as_a_whole = self._as_a_whole()
         block = self._whole_block if as_a_whole else self._block
         x = whole.embed(self._embedding, rows.ids_N) if as_a_whole else self._embedding(rows.ids_N)
         for index, layer in enumerate(self._layers):
             if keep is not None and index == len(self._layers) - 1:
-                self._keep(keep, index, self._project(layer, x, FusedLinear.fused), angles)
+                qkv_NHd = turn_(self._project(layer, x, FusedLinear.fused), angles, self._heads + self._kv_heads)
+                _, k, v = qkv_NHd.split(self._stacked, dim=1)
+                keep(index, k, v)
                 break
             if self.gradient_checkpointing and torch.is_grad_enabled():
                 x = checkpoint(block, index, x, angles, rows, use_reentrant=False)
@@ -243,20 +246,28 @@ class LlamaModel:
         apply = FusedLinear.apart if keep is None else FusedLinear.fused
         qkv_NHd = self._project(layer, x, apply)
         if keep is None:
-            mixed_ND = tree_attention(qkv_NHd, angles, rows, self._kv_heads).flatten(1)
+            mixed_NHd = tree_attention(qkv_NHd, angles, rows, self._kv_heads)
         else:
-            self._keep(keep, index, qkv_NHd, angles)
-            seen = past(index) if past else ()
-            mixed_ND = attention_with_past(qkv_NHd, rows, self._kv_heads, seen).flatten(1)
-        x = x + apply(layer.out, mixed_ND)
+            turn_(qkv_NHd, angles, self._heads + self._kv_heads)
+            mixed_NHd, _ = self._attend_and_keep(index, qkv_NHd, rows, keep, past)
+        x = x + apply(layer.out, mixed_NHd.flatten(1))
         return _feed_forward(layer, x, apply)
 
-    def _whole_block(self, index: int, x: Tensor, angles: Angles, rows: PackedRows, *_: Any) -> Tensor:
-        return whole.layer(x, self._layers[index], angles, rows, self._kv_heads)
+    def _whole_block(
+        self, index: int, x: Tensor, angles: Angles, rows: PackedRows, keep: Any = None, past: Any = None
+    ) -> Tensor:
+        given = (x, self._layers[index], angles, rows, self._kv_heads)
+        if keep is None:
+            return whole.layer(*given)
+        return whole.layer(*given, lambda qkv_NHd, rows, _: self._attend_and_keep(index, qkv_NHd, rows, keep, past))
 
-    def _keep(self, keep: Any, index: int, qkv_NHd: Tensor, angles: Angles) -> None:
-        _, k, v = turn_(qkv_NHd, angles, self._heads + self._kv_heads).split(self._stacked, dim=1)
+    def _attend_and_keep(
+        self, index: int, qkv_NHd: Tensor, rows: PackedRows, keep: Any, past: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Of a sampler's prefill, on what is turned already."""
+        _, k, v = qkv_NHd.split(self._stacked, dim=1)
         keep(index, k, v)
+        return attention_with_past(qkv_NHd, rows, self._kv_heads, past(index) if past else ())
 
     def _fused(self, linear: FusedLinear, x_ND: Tensor) -> Tensor:
         return linear.fused(x_ND, self.row_block)

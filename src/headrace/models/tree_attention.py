@@ -44,13 +44,13 @@ class _TreeAttention(Function):
 
 def attention_with_past(
     qkv_NHd: Tensor, rows: PackedRows, kv_heads: int, past: Sequence[tuple[slice, Tensor, Tensor]]
-) -> Tensor:
-    """Without gradients, of what is turned: tokens also see keys and values [heads, length, dim] from before."""
+) -> tuple[Tensor, Tensor]:
+    """`tree_forward`, where tokens also see keys and values [heads, length, dim] from before."""
     out_NHd, sum_NH = tree_forward(qkv_NHd, rows, kv_heads)
     for tokens, keys, values in past:
         q = qkv_NHd[tokens, : -2 * kv_heads].transpose(0, 1)[None]
         _weigh_in(out_NHd, sum_NH, tokens, *_flash(q, keys[None], values[None], 0.0, False))
-    return out_NHd
+    return out_NHd, sum_NH
 
 
 def tree_forward(qkv_NHd: Tensor, rows: PackedRows, kv_heads: int) -> tuple[Tensor, Tensor]:

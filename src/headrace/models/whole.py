@@ -7,7 +7,7 @@ product; the parameters are no inputs of theirs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,9 +19,11 @@ from torch.autograd.function import once_differentiable
 from headrace.models.elementwise import norm_backward, normed, probabilities, swiglu, swiglu_backward, turn_
 from headrace.models.linear import FusedLinear, add_gradient
 from headrace.models.native import narrow
-from headrace.models.native.narrow import narrow_kernels
+from headrace.models.native.narrow import narrow_head_kernels, narrow_kernels
 from headrace.models.packed import PackedRows
 from headrace.models.tree_attention import Angles, tree_backward, tree_forward
+
+Attend = Callable[[Tensor, PackedRows, int], tuple[Tensor, Tensor]]
 
 
 def embed(embedding: Any, ids_N: Tensor) -> Tensor:
@@ -29,9 +31,16 @@ def embed(embedding: Any, ids_N: Tensor) -> Tensor:
     return _Embed.apply(embedding.weight, ids_N, embedding.padding_idx)  # type: ignore[no-any-return]
 
 
-def layer(x_ND: Tensor, parts: Any, angles: Angles, rows: PackedRows, kv_heads: int) -> Tensor:
-    """All of one decoder layer; `parts` has its linear layers and norms."""
-    return _Layer.apply(x_ND, parts, angles, rows, kv_heads)  # type: ignore[no-any-return]
+def layer(
+    x_ND: Tensor, parts: Any, angles: Angles, rows: PackedRows, kv_heads: int, attend: Attend = tree_forward
+) -> Tensor:
+    """All of one decoder layer; `parts` has its linear layers and norms. With another `attend` there is no gradient."""
+    return _Layer.apply(x_ND, parts, angles, rows, kv_heads, attend)  # type: ignore[no-any-return]
+
+
+def last_norm(x_ND: Tensor, norm: Any) -> Tensor:
+    """The norm after all layers."""
+    return _Norm.apply(x_ND, norm)  # type: ignore[no-any-return]
 
 
 def chosen_logprobs(
@@ -61,14 +70,16 @@ class _Embed(Function):
 
 class _Layer(Function):
     @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, parts: Any, angles: Angles, rows: PackedRows, kv_heads: int) -> Tensor:
+    def forward(
+        ctx: Any, x_ND: Tensor, parts: Any, angles: Angles, rows: PackedRows, kv_heads: int, attend: Attend
+    ) -> Tensor:
         qkv_ND, inverse_1 = _normed_linear(x_ND, parts.norm_1, parts.qkv)
         qkv_NHd = qkv_ND.unflatten(-1, (-1, angles[0].shape[-1]))
         plain_NHd = None
         if parts.q_norm is not None:
             plain_NHd, qkv_NHd = qkv_NHd, _norm_heads(qkv_NHd, parts, kv_heads)
         turn_(qkv_NHd, angles, qkv_NHd.shape[1] - kv_heads)
-        mixed_NHd, sum_NH = tree_forward(qkv_NHd, rows, kv_heads)
+        mixed_NHd, sum_NH = attend(qkv_NHd, rows, kv_heads)
         y_ND = _linear_added(x_ND, mixed_NHd.flatten(1), parts.out)
         out_ND, inverse_2, wide_N2W = _feed_forward(y_ND, parts)
         ctx.save_for_backward(x_ND, inverse_1, plain_NHd, qkv_NHd, mixed_NHd, sum_NH, y_ND, inverse_2, wide_N2W)
@@ -77,7 +88,7 @@ class _Layer(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, None, None, None, None, None]:  # type: ignore[override]
         x_ND, inverse_1, plain_NHd, qkv_NHd, mixed_NHd, sum_NH, y_ND, inverse_2, wide_N2W = ctx.saved_tensors
         parts, kv_heads = ctx.parts, ctx.kv_heads
         grad_ND = _feed_forward_backward(grad_ND.contiguous(), y_ND, inverse_2, wide_N2W, parts)
@@ -87,7 +98,21 @@ class _Layer(Function):
         if plain_NHd is not None:
             _norm_heads_backward(grad_NHd, plain_NHd, parts, kv_heads)
         back_ND = _normed_linear_backward(grad_NHd.flatten(1), x_ND, inverse_1, parts.norm_1, parts.qkv, grad_ND)
-        return back_ND, None, None, None, None
+        return back_ND, None, None, None, None, None
+
+
+class _Norm(Function):
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor, norm: Any) -> Tensor:
+        y_ND, inverse = normed(x_ND, norm)
+        ctx.save_for_backward(x_ND, inverse)
+        ctx.norm = norm
+        return y_ND
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return norm_backward(grad_ND.contiguous(), *ctx.saved_tensors, ctx.norm), None
 
 
 def _normed_linear(x_ND: Tensor, norm: Any, linear: FusedLinear) -> tuple[Tensor, Tensor]:
@@ -183,7 +208,11 @@ class _ChosenLogprobs(Function):
     def forward(
         ctx: Any, hidden_MD: Tensor, head: FusedLinear, targets_M: Tensor, temperatures_M: Tensor
     ) -> tuple[Tensor, Tensor]:
-        probs_MV, chosen_M, entropy_M = probabilities(head.product(hidden_MD), targets_M, temperatures_M)
+        if kernels := narrow_head_kernels(hidden_MD, head):
+            given = (hidden_MD, head.weight, targets_M, temperatures_M)
+            chosen_M, entropy_M, probs_MV = narrow.chosen_logprobs(kernels, *given)
+        else:
+            probs_MV, chosen_M, entropy_M = probabilities(head.product(hidden_MD), targets_M, temperatures_M)
         ctx.save_for_backward(hidden_MD, probs_MV, targets_M, temperatures_M)
         ctx.head = head
         ctx.mark_non_differentiable(entropy_M)
@@ -193,8 +222,13 @@ class _ChosenLogprobs(Function):
     @once_differentiable
     def backward(ctx: Any, grad_M: Tensor, _: Any) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
         hidden_MD, probs_MV, targets_M, temperatures_M = ctx.saved_tensors
-        grad_M = grad_M / temperatures_M
+        head, grad_M = ctx.head, grad_M / temperatures_M
+        if kernels := narrow_head_kernels(hidden_MD, head):
+            given = (grad_M, hidden_MD, probs_MV, targets_M, head.weight)
+            back_MD, grad_VD = narrow.chosen_logprobs_backward(kernels, *given)
+            head.add_weight_gradient(grad_VD)
+            return back_MD, None, None, None
         grad_MV = probs_MV.mul_(-grad_M[:, None])  # what is kept for one backward pass is used up by it
         grad_MV.scatter_add_(1, targets_M[:, None], grad_M[:, None])
-        ctx.head.accumulate(grad_MV, hidden_MD)
-        return grad_MV @ ctx.head.weight, None, None, None
+        head.accumulate(grad_MV, hidden_MD)
+        return grad_MV @ head.weight, None, None, None

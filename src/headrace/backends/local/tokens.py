@@ -32,7 +32,6 @@ class TokenTensors:
         self.counts = [sum(sample.loss_mask) for sample in samples]
         self._targets = sum(self.rows.lengths)
         self._kept_T = self._array([sample.loss_mask for sample in samples], bool)
-        counts = torch.tensor(self.counts)
         self.where_M = self.rows.where_T[torch.from_numpy(self._kept_T)]
         self.targets_M = self.select([sample.tokens[1:] for sample in samples], torch.long)
         self.sampler_M = self.select([sample.logprobs for sample in samples])
@@ -41,10 +40,10 @@ class TokenTensors:
         self.old_M = self.select_given([sample.old_logprobs for sample in samples])
         self.reference_M = self.select_given([sample.reference_logprobs for sample in samples])
         self.returns_M = self.select([sample.returns or (0.0,) * len(sample.loss_mask) for sample in samples])
-        self.valued_M = torch.tensor([sample.returns is not None for sample in samples]).repeat_interleave(counts)
-        self.row_M = torch.arange(len(samples)).repeat_interleave(counts)
-        self.temperatures_M = self._by_row([sample.temperature for sample in samples], counts)
-        self.weights_M = self._by_row(weights, counts)
+        self.valued_M = self._by_row([sample.returns is not None for sample in samples], bool)
+        self.row_M = self._by_row(range(len(samples)), np.int64)
+        self.temperatures_M = self._by_row([sample.temperature for sample in samples], _NUMPY[dtype])
+        self.weights_M = self._by_row(weights, _NUMPY[dtype])
 
     def select(self, rows: Sequence[Any], dtype: torch.dtype | None = None) -> Tensor:
         """One tensor of the entries that the loss masks keep."""
@@ -57,5 +56,5 @@ class TokenTensors:
     def _array(self, rows: Sequence[Any], dtype: type) -> np.ndarray:
         return np.fromiter(chain.from_iterable(rows), dtype, self._targets)
 
-    def _by_row(self, values: Sequence[float], counts: Tensor) -> Tensor:
-        return torch.tensor(list(values), dtype=self._dtype).repeat_interleave(counts)
+    def _by_row(self, values: Sequence[Any], dtype: type) -> Tensor:
+        return torch.from_numpy(np.repeat(np.array(values, dtype), self.counts))

@@ -43,6 +43,8 @@ _ARGUMENTS = {
     "narrow_linear_added": (_P, _P, _P, _I, _I, _I, _P, _P, _T),
     "narrow_linear_added_backward": (_P, _P, _P, _I, _I, _I, _P, _P, _P, _T),
     "narrow_feed_forward": (_P, _P, _F, _P, _P, _I, _I, _I, _P, _P, _P, _P, _T),
+    "narrow_chosen_logprobs": (_P, _P, _I, _I, _I, _P, _P, _P, _P, _P, _P, _T),
+    "narrow_chosen_logprobs_backward": (_P, _P, _P, _P, _P, _I, _I, _I, _P, _P, _P, _T),
     "narrow_feed_forward_backward": (_P, _P, _P, _P, _P, _P, _P, _I, _I, _I, _P, _P, _P, _P, _P, _T),
 }
 _RETURNS = {

@@ -259,8 +259,8 @@ int decode_attention(const float *qkv, int64_t qkv_stride, const float *cosine, 
     return 0;
 }
 
-static void chosen_logprob(float *restrict row, int64_t size, int64_t target, float temperature, float *logprob,
-                           float *entropy) {
+void chosen_logprob(float *restrict row, int64_t size, int64_t target, float temperature, float *logprob,
+                    float *entropy) {
     if (temperature != 1.0f)
         for (int64_t i = 0; i < size; i++) row[i] /= temperature;
     float top = largest(row, size);

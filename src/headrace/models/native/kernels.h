@@ -70,6 +70,9 @@ void decode_group(const float *query, const float *key, const float *value, cons
                   float *keys, float *values, const float *stem_keys, const float *stem_values, int64_t stem_length,
                   int64_t length, int64_t group, int64_t dim, float *out);
 
+/* Logits become the probabilities softmax(logits / temperature); the target's log-probability, and the entropy. */
+void chosen_logprob(float *row, int64_t size, int64_t target, float temperature, float *logprob, float *entropy);
+
 /* A number in [0, 1) that depends on seed and position alone. */
 double uniform_number(uint64_t seed, uint64_t position);
 

@@ -42,13 +42,17 @@ static void pack(const linear *l, int transposed, float *to) {
     }
 }
 
-/* out [rows][outputs] = (or +=) x times the transposed weight, as packed. */
+static int64_t round_up(int64_t count, int64_t grain) { return (count + grain - 1) / grain * grain; }
+
+/* out [rows][outputs] = (or +=) x times the transposed weight, as packed. Rows of `out` are a multiple of WIDE apart; what
+ * is between them is written to. */
 static void forward(const linear *l, const float *packed, const float *x, int64_t x_row, int64_t rows, float *out,
                     int add) {
+    int64_t columns = round_up(l->outputs, WIDE);
     if (add)
-        times(x, x_row, 1, rows, l->inputs, packed, COLUMNS, l->inputs * COLUMNS, l->outputs, out, l->outputs, 1);
+        times(x, x_row, 1, rows, l->inputs, packed, COLUMNS, l->inputs * COLUMNS, columns, out, columns, 1);
     else
-        times(x, x_row, 1, rows, l->inputs, packed, COLUMNS, l->inputs * COLUMNS, l->outputs, out, l->outputs, 0);
+        times(x, x_row, 1, rows, l->inputs, packed, COLUMNS, l->inputs * COLUMNS, columns, out, columns, 0);
 }
 
 /* back [rows][inputs] = grad times the weight, as packed. */
@@ -305,5 +309,57 @@ void narrow_feed_forward_backward(const float *grad, const float *x, const float
         add_up(grad_gate_up, owned, apart, floats_of(&opening), team);
         add_up(grad_down, owned + floats_of(&opening), apart, floats_of(&closing), team);
         add_up(grad_norm, owned + all, apart, width, team);
+    }
+}
+
+/* Log-probabilities of targets, with their distributions' entropies. `probs` [tokens][outputs, rounded up to WIDE] keeps
+ * the probabilities. */
+void narrow_chosen_logprobs(const float *x, const float *weight, int64_t outputs, int64_t inputs, int64_t tokens,
+                            const int64_t *targets, const float *temperatures, float *probs, float *logprobs,
+                            float *entropies, float *scratch, int threads) {
+    const linear l = {weight, outputs, inputs};
+    int64_t probs_row = round_up(outputs, WIDE);
+#pragma omp parallel num_threads(threads)
+    {
+        pack(&l, 1, scratch);
+#pragma omp for schedule(dynamic)
+        for (int64_t block = 0; block < blocks_for(tokens); block++) {
+            int64_t from = begin_of(block, tokens), rows = begin_of(block + 1, tokens) - from;
+            forward(&l, scratch, x + from * inputs, inputs, rows, probs + from * probs_row, 0);
+            for (int64_t n = from; n < from + rows; n++)
+                chosen_logprob(probs + n * probs_row, outputs, targets[n], temperatures[n], logprobs + n, entropies + n);
+        }
+    }
+}
+
+/* What x gets back; `grad` [tokens] is that of the log-probabilities, over the temperatures. */
+void narrow_chosen_logprobs_backward(const float *grad, const float *x, const float *probs, const int64_t *targets,
+                                     const float *weight, int64_t outputs, int64_t inputs, int64_t tokens, float *back,
+                                     float *grad_weight, float *scratch, int threads) {
+    const linear l = {weight, outputs, inputs};
+    int64_t probs_row = round_up(outputs, WIDE), row = outputs + APART, apart = floats_of(&l) + BLOCK * row;
+    float *packed = scratch, *owned = packed + packed_floats(&l);
+#pragma omp parallel num_threads(threads)
+    {
+        int thread = thread_number(), team = team_size(), begun = 0;
+        float *own = owned + thread * apart, *logits = own + floats_of(&l), *sum = thread ? own : grad_weight;
+        pack(&l, 0, packed);
+#pragma omp for schedule(static)
+        for (int64_t block = 0; block < blocks_for(tokens); block++) {
+            int64_t from = begin_of(block, tokens), rows = begin_of(block + 1, tokens) - from;
+            for (int64_t r = 0; r < rows; r++) {
+                const float *restrict share = probs + (from + r) * probs_row;
+                const float pull = -grad[from + r];
+                float *restrict to = logits + r * row;
+                for (int64_t i = 0; i < outputs; i++) to[i] = share[i] * pull;
+                to[targets[from + r]] -= pull;
+            }
+            weight_gradient(&l, logits, row, x + from * inputs, inputs, rows, sum, begun);
+            backward(&l, packed, logits, row, rows, back + from * inputs, inputs);
+            begun = 1;
+        }
+        if (!begun) memset(sum, 0, sizeof(float) * floats_of(&l));
+#pragma omp barrier
+        add_up(grad_weight, owned, apart, floats_of(&l), team);
     }
 }

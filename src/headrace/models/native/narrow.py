@@ -5,6 +5,7 @@ The layout of their arguments follows narrow.c. Forward functions give what thei
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,12 +19,20 @@ _WIDE = 16
 
 def narrow_kernels(x_ND: Tensor, *linears: Any) -> Kernels | None:
     """The kernels, if these linear layers are a narrow part of a model."""
-    weights = [linear.weight for linear in linears]
-    if sum(map(Tensor.numel, weights)) > _MOST_WEIGHTS or x_ND.shape[0] < LEAST_OUTPUTS:
-        return None
+    aligned = all(size % _WIDE == 0 for linear in linears for size in linear.weight.shape)
+    return _kernels(x_ND, linears) if aligned else None
+
+
+def narrow_head_kernels(x_ND: Tensor, head: Any) -> Kernels | None:
+    """The kernels, if this is a narrow model's output layer, which may have any number of outputs."""
+    outputs, inputs = head.weight.shape
+    return _kernels(x_ND, [head]) if outputs >= LEAST_OUTPUTS and inputs % _WIDE == 0 else None
+
+
+def _kernels(x_ND: Tensor, linears: Sequence[Any]) -> Kernels | None:
+    small = sum(linear.weight.numel() for linear in linears) <= _MOST_WEIGHTS
     plain = all(linear.bias is None for linear in linears)
-    aligned = all(size % _WIDE == 0 for weight in weights for size in weight.shape)
-    return kernels_for(x_ND) if plain and aligned else None
+    return kernels_for(x_ND) if small and plain and x_ND.shape[0] >= LEAST_OUTPUTS else None
 
 
 def normed_linear(kernels: Kernels, x_ND: Tensor, norm: Any, weight_OD: Tensor) -> tuple[Tensor, Tensor]:
@@ -108,6 +117,39 @@ def feed_forward_backward(
         torch.get_num_threads(),
     )  # fmt: skip
     return back_ND, grad_D, grad_WD, grad_DI
+
+
+def chosen_logprobs(
+    kernels: Kernels, x_MD: Tensor, weight_VD: Tensor, targets_M: Tensor, temperatures_M: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(log-probabilities of the targets, entropies, probabilities with some room after each row)."""
+    tokens, (outputs, inputs) = len(x_MD), weight_VD.shape
+    probs_MV = x_MD.new_empty(tokens, -(-outputs // _WIDE) * _WIDE)
+    logprobs_M, entropies_M = x_MD.new_empty(tokens), x_MD.new_empty(tokens)
+    scratch = _scratch(kernels, weight_VD)
+    kernels.library.narrow_chosen_logprobs(
+        *_rows(x_MD, weight_VD), outputs, inputs, tokens, _ids(targets_M, tokens), *_rows(temperatures_M, probs_MV),
+        *_rows(logprobs_M, entropies_M), scratch.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return logprobs_M, entropies_M, probs_MV
+
+
+def chosen_logprobs_backward(
+    kernels: Kernels, grad_M: Tensor, x_MD: Tensor, probs_MV: Tensor, targets_M: Tensor, weight_VD: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gradients of x and of the weight; `grad_M` is that of the log-probabilities, over the temperatures."""
+    back_MD, grad_VD = torch.empty_like(x_MD), torch.empty_like(weight_VD)
+    scratch = _scratch(kernels, weight_VD)
+    kernels.library.narrow_chosen_logprobs_backward(
+        *_rows(grad_M, x_MD, probs_MV), _ids(targets_M, len(x_MD)), *_rows(weight_VD), *weight_VD.shape, len(x_MD),
+        *_rows(back_MD, grad_VD), scratch.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return back_MD, grad_VD
+
+
+def _ids(ids_M: Tensor, count: int) -> int:
+    assert ids_M.is_contiguous() and ids_M.dtype == torch.int64 and len(ids_M) == count
+    return ids_M.data_ptr()
 
 
 def _rows(*tensors: Tensor) -> list[int]:
