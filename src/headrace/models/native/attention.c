@@ -107,9 +107,9 @@ static void gather(const inputs *in, const tree *t, const block *b, const float 
     for (int64_t r = b->count; r < TRIPLE; r++) memset(to + r * in->dim, 0, sizeof(float) * in->dim);
 }
 
-/* A piece that a block's queries see: one above, or the last, its own. */
+/* A piece that a block's queries see: one above, or the last, its own, of which they see `count` tokens. */
 typedef struct {
-    int64_t start, count;
+    int64_t piece, start, count;
     int own;
 } sight;
 
@@ -119,8 +119,9 @@ static int64_t sights_of(const tree *t, const block *b) {
 
 static sight nth_sight(const tree *t, const block *b, int64_t number, int64_t own_count) {
     int64_t i = t->first_above[b->piece] + number;
-    if (i == t->first_above[b->piece + 1]) return (sight){t->starts[b->piece], own_count, 1};
-    return (sight){t->starts[t->above[i]], t->lengths[t->above[i]], 0};
+    int own = i == t->first_above[b->piece + 1];
+    int64_t piece = own ? b->piece : t->above[i];
+    return (sight){piece, t->starts[piece], own ? own_count : t->lengths[piece], own};
 }
 
 /* scores [rows][columns] of a block's queries with the panels of some keys, or whatever else stands like these. */
@@ -215,14 +216,38 @@ typedef struct {
     float *back;                    /* the gradient of qkv */
 } gradient;
 
-/* A block's share in all gradients: that of its queries is written, those of keys and values are added to `pulled`, which
- * has a row [2][dim] for each token from `start` on. */
+/* Pieces that hang together, of one kv head, and every so many of its blocks. */
+typedef struct {
+    int64_t piece, kv_head, part;
+} work;
+
+static int64_t tokens_below(const tree *t, int64_t root) { return t->ends[root] - t->starts[root]; }
+
+/* What the blocks of one work share. Keys and values of all its pieces stand up as panels, each piece's from
+ * `first[piece]` on; `pulled` has a row [2][dim] for each token, and some more: what its key and value get back. */
+typedef struct {
+    int64_t *first;
+    float *keys, *values, *pulled;
+} shared;
+
+static void stand_all_up(const inputs *in, const tree *t, work w, const shared *with) {
+    int64_t place = 0, dim = in->dim;
+    for (int64_t p = w.piece; p < t->pieces && t->starts[p] < t->ends[w.piece]; p++) {
+        const float *row = in->qkv + t->starts[p] * in->stride;
+        with->first[p] = place;
+        stand_up(row + key_at(in, w.kv_head), in->stride, t->lengths[p], dim, with->keys + place);
+        stand_up(row + value_at(in, w.kv_head), in->stride, t->lengths[p], dim, with->values + place);
+        place += round_up(t->lengths[p], COLUMNS) * dim;
+    }
+}
+
+/* A block's share in all gradients: that of its queries is written, those of keys and values are added to what is pulled
+ * of tokens from `start` on. */
 static void backward_block(const inputs *in, const tree *t, const gradient *g, const block *b, int64_t start,
-                           float *scratch, float *pulled) {
+                           const shared *with, float *scratch) {
     int64_t dim = in->dim, seen[ROWS], own = own_keys(in, t, b, seen), rows = at_least(b->count, TRIPLE);
-    float *queries = scratch, *grads = queries + ROWS * dim, *back = grads + ROWS * dim, *keys = back + ROWS * dim;
-    float *values = keys + dim * CHUNK, *scores = values + dim * CHUNK, *pulls = scores + ROWS * CHUNK;
-    float scale = 1.0f / sqrtf((float)dim), sums[ROWS], along[ROWS];
+    float *queries = scratch, *grads = queries + ROWS * dim, *back = grads + ROWS * dim, *scores = back + ROWS * dim;
+    float *pulls = scores + ROWS * CHUNK, scale = 1.0f / sqrtf((float)dim), sums[ROWS], along[ROWS];
     gather(in, t, b, in->qkv, in->stride, scale, queries);
     gather(in, t, b, g->grad, in->heads * dim, 1.0f, grads);
     for (int64_t r = 0; r < b->count; r++) {
@@ -239,11 +264,9 @@ static void backward_block(const inputs *in, const tree *t, const gradient *g, c
         const sight s = nth_sight(t, b, n, own);
         for (int64_t from = 0; from < s.count; from += CHUNK) {
             int64_t some = smaller(CHUNK, s.count - from), columns = round_up(some, WIDE), token = s.start + from;
-            const float *row = in->qkv + token * in->stride, *key = row + key_at(in, b->kv_head);
-            stand_up(key, in->stride, some, dim, keys);
-            stand_up(row + value_at(in, b->kv_head), in->stride, some, dim, values);
-            multiply(queries, b->count, dim, keys, columns, scores, CHUNK);
-            multiply(grads, b->count, dim, values, columns, pulls, CHUNK);
+            int64_t panels = with->first[s.piece] + from * dim;
+            multiply(queries, b->count, dim, with->keys + panels, columns, scores, CHUNK);
+            multiply(grads, b->count, dim, with->values + panels, columns, pulls, CHUNK);
             for (int64_t r = 0; r < b->count; r++) {
                 float *score = scores + r * CHUNK, *pull = pulls + r * CHUNK;
                 int64_t visible = s.own ? smaller(some, at_least(seen[r] - from, 0)) : some;
@@ -255,7 +278,8 @@ static void backward_block(const inputs *in, const tree *t, const gradient *g, c
                     pull[k] = share * (pull[k] - along[r]);
                 }
             }
-            float *to = pulled + (token - start) * 2 * dim;
+            const float *key = in->qkv + token * in->stride + key_at(in, b->kv_head);
+            float *to = with->pulled + (token - start) * 2 * dim;
             int64_t least = at_least(some, TRIPLE); /* rows beyond the last key get zeros added */
             times(pulls, 1, CHUNK, least, b->count, queries, dim, COLUMNS, dim, to, 2 * dim, 1);
             times(scores, 1, CHUNK, least, b->count, grads, dim, COLUMNS, dim, to + dim, 2 * dim, 1);
@@ -268,35 +292,47 @@ static void backward_block(const inputs *in, const tree *t, const gradient *g, c
     }
 }
 
-/* Pieces that hang together, of one kv head, and every so many of its blocks. */
-typedef struct {
-    int64_t piece, kv_head, part;
-} work;
-
-static int64_t tokens_below(const tree *t, int64_t root) { return t->ends[root] - t->starts[root]; }
-
-static void backward_part(const inputs *in, const tree *t, const gradient *g, work w, int64_t parts, float *scratch,
-                          float *pulled) {
-    int64_t number = 0, end = t->ends[w.piece];
-    memset(pulled, 0, sizeof(float) * (tokens_below(t, w.piece) + TRIPLE) * 2 * in->dim);
-    for (int64_t p = w.piece; p < t->pieces && t->starts[p] < end; p++)
+static void backward_part(const inputs *in, const tree *t, const gradient *g, work w, int64_t parts,
+                          const shared *with, float *scratch) {
+    int64_t number = 0;
+    stand_all_up(in, t, w, with);
+    memset(with->pulled, 0, sizeof(float) * (tokens_below(t, w.piece) + TRIPLE) * 2 * in->dim);
+    for (int64_t p = w.piece; p < t->pieces && t->starts[p] < t->ends[w.piece]; p++)
         for (int64_t n = 0; n < blocks_of(in, t, p); n++, number++) {
             if (number % parts != w.part) continue;
             const block b = nth_block(in, t, p, w.kv_head, n);
-            backward_block(in, t, g, &b, t->starts[w.piece], scratch, pulled);
+            backward_block(in, t, g, &b, t->starts[w.piece], with, scratch);
         }
+}
+
+/* A token's gradients of key and value are the sums of its rows [2][dim], which stand `apart`. */
+static void add_rows(const float *rows, int64_t parts, int64_t apart, int64_t dim, float *to_key, float *to_value) {
+    memcpy(to_key, rows, sizeof(float) * dim);
+    memcpy(to_value, rows + dim, sizeof(float) * dim);
+    for (int64_t part = 1; part < parts; part++) {
+        const float *more = rows + part * apart;
+        for (int64_t i = 0; i < dim; i++) {
+            to_key[i] += more[i];
+            to_value[i] += more[dim + i];
+        }
+    }
 }
 
 int tree_attention_backward(const inputs *in, const tree *t, const float *grad, const float *out, const float *sums,
                             float *back, int threads) {
     int64_t roots = 0, tokens = 0, parts, *root = malloc(sizeof(int64_t) * 2 * t->pieces), *before = root + t->pieces;
+    int64_t most = 0, standing = 0; /* tokens of panels, of one root */
     if (!root) return 1;
-    for (int64_t p = 0; p < t->pieces; p++)
+    for (int64_t p = 0; p < t->pieces; p++) {
         if (t->first_above[p] == t->first_above[p + 1]) { /* `before`: rows of `pulled`, of one part and head */
             before[roots] = tokens;
             root[roots++] = p;
             tokens += tokens_below(t, p) + TRIPLE;
+            standing = 0;
         }
+        standing += round_up(t->lengths[p], COLUMNS);
+        most = at_least(standing, most);
+    }
     parts = (PARTS + roots * in->kv_heads - 1) / (roots * in->kv_heads);
     const gradient g = {grad, out, sums, back};
     int64_t dim = in->dim, row = 2 * dim, copies = in->kv_heads * parts;
@@ -304,14 +340,17 @@ int tree_attention_backward(const inputs *in, const tree *t, const float *grad, 
     int failed = !pulled;
 #pragma omp parallel num_threads(threads) if (!failed)
     {
-        float *scratch = malloc(sizeof(float) * (3 * ROWS * dim + 2 * dim * CHUNK + 2 * ROWS * CHUNK));
-        if (!scratch) failed = 1;
+        float *panels = malloc(sizeof(float) * (row * most + 3 * ROWS * dim + 2 * ROWS * CHUNK));
+        shared with = {malloc(sizeof(int64_t) * t->pieces), panels, panels + most * dim, 0};
+        int able = pulled && panels && with.first;
+        if (!able) failed = 1;
 #pragma omp for schedule(dynamic)
         for (int64_t task = 0; task < roots * copies; task++) {
-            if (!scratch || !pulled) continue;
+            if (!able) continue;
             const work w = {root[task / copies], task % copies / parts, task % parts};
             int64_t place = before[task / copies] * copies + (tokens_below(t, w.piece) + TRIPLE) * (task % copies);
-            backward_part(in, t, &g, w, parts, scratch, pulled + place * row);
+            with.pulled = pulled + place * row;
+            backward_part(in, t, &g, w, parts, &with, panels + row * most);
         }
 #pragma omp for
         for (int64_t task = 0; task < roots * in->kv_heads; task++) {
@@ -320,20 +359,12 @@ int tree_attention_backward(const inputs *in, const tree *t, const float *grad, 
             const float *sum = pulled + (before[r] * copies + (count + TRIPLE) * kv_head * parts) * row;
             for (int64_t token = 0; token < count; token++) {
                 float *to = back + (t->starts[root[r]] + token) * in->stride;
-                float *to_key = to + key_at(in, kv_head), *to_value = to + value_at(in, kv_head);
-                for (int64_t i = 0; i < dim; i++) {
-                    float key = 0.0f, value = 0.0f;
-                    for (int64_t part = 0; part < parts; part++) {
-                        const float *one = sum + (part * (count + TRIPLE) + token) * row;
-                        key += one[i];
-                        value += one[dim + i];
-                    }
-                    to_key[i] = key;
-                    to_value[i] = value;
-                }
+                add_rows(sum + token * row, parts, (count + TRIPLE) * row, dim, to + key_at(in, kv_head),
+                         to + value_at(in, kv_head));
             }
         }
-        free(scratch);
+        free(with.first);
+        free(panels);
     }
     free(pulled);
     free(root);

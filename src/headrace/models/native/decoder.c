@@ -80,9 +80,9 @@ INLINE void product(const linear *l, const float *x, float *to, int64_t slots, t
             int64_t ahead = c ? 0 : step * l->inputs;
             const float *panel = x + c * l->inputs;
             if (vectors == 2)
-                tile_sums(rows, l->inputs, 1, l->inputs, panel, COLUMNS, ahead, sums, 2);
+                tile_sums(rows, l->inputs, 1, l->inputs, panel, COLUMNS, ahead, sums, GROUPS, 2);
             else
-                tile_sums(rows, l->inputs, 1, l->inputs, panel, COLUMNS, ahead, sums, 1);
+                tile_sums(rows, l->inputs, 1, l->inputs, panel, COLUMNS, ahead, sums, GROUPS, 1);
             if (how == BY_SLOT) {
                 for (int64_t i = 0; i < smaller(vectors * WIDE, slots - c); i++)
                     for (int j = 0; j < TILE; j++) {

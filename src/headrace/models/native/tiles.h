@@ -15,14 +15,14 @@
 #define COLUMNS (2 * WIDE) /* of a panel: numbers that stand side by side in registers */
 #define INLINE static inline __attribute__((always_inline))
 
-/* sums[r] = sum over k of row r's k-th number * x[k], for the TILE rows that begin at `rows`, TRIPLE at each, and some
- * `vectors` of x. Numbers of a row are `step` apart. `ahead`: fetches what lies so many floats further on, for rows of
- * adjacent numbers. */
+/* sums[r] = sum over k of row r's k-th number * x[k], for the rows that begin at `rows`, TRIPLE at each of some `groups`,
+ * and some `vectors` of x. Numbers of a row are `step` apart. `ahead`: fetches what lies so many floats further on, for
+ * rows of adjacent numbers. */
 INLINE void tile_sums(const float *const *rows, int64_t row_stride, int64_t step, int64_t inner, const float *x,
-                      int64_t x_stride, int64_t ahead, wide (*sums)[2], const int vectors) {
+                      int64_t x_stride, int64_t ahead, wide (*sums)[2], const int groups, const int vectors) {
     wide total[TILE][2] = {{{0}}};
     const float *at[GROUPS];
-    for (int g = 0; g < GROUPS; g++) at[g] = rows[g];
+    for (int g = 0; g < groups; g++) at[g] = rows[g];
     for (int64_t k = 0; k < inner; k++, x += x_stride) {
         wide some[2];
         for (int v = 0; v < vectors; v++) some[v] = *(const wide *)(x + v * WIDE);
@@ -30,28 +30,29 @@ INLINE void tile_sums(const float *const *rows, int64_t row_stride, int64_t step
             __builtin_prefetch(rows[0] + ahead + k * (TILE / 2), 0, 2);
             __builtin_prefetch(rows[GROUPS / 2] + ahead + k * (TILE / 2), 0, 2);
         }
-        for (int g = 0; g < GROUPS; g++) {
+        for (int g = 0; g < groups; g++) {
             for (int j = 0; j < TRIPLE; j++)
                 for (int v = 0; v < vectors; v++) total[g * TRIPLE + j][v] += at[g][j * row_stride] * some[v];
             at[g] += step;
         }
     }
-    for (int j = 0; j < TILE; j++)
+    for (int j = 0; j < groups * TRIPLE; j++)
         for (int v = 0; v < vectors; v++) sums[j][v] = total[j][v];
 }
 
 /* A tile of `times`: the rows from `from` on, of which the last triples may begin earlier, so as not to overrun. */
 INLINE void tile(const float *a, int64_t a_row, int64_t a_step, int64_t from, int64_t rows, int64_t inner,
-                 const float *b, int64_t b_row, float *to, int64_t to_row, const int vectors, const int add) {
+                 const float *b, int64_t b_row, float *to, int64_t to_row, const int groups, const int vectors,
+                 const int add) {
     wide sums[TILE][2];
     const float *at[GROUPS];
     int64_t first[GROUPS];
-    for (int g = 0; g < GROUPS; g++) {
+    for (int g = 0; g < groups; g++) {
         first[g] = smaller(from + g * TRIPLE, rows - TRIPLE);
         at[g] = a + first[g] * a_row;
     }
-    tile_sums(at, a_row, a_step, inner, b, b_row, 0, sums, vectors);
-    for (int g = 0; g < GROUPS; g++)
+    tile_sums(at, a_row, a_step, inner, b, b_row, 0, sums, groups, vectors);
+    for (int g = 0; g < groups; g++)
         for (int j = 0; j < TRIPLE; j++) {
             if (first[g] + j < from + g * TRIPLE) continue; /* another triple's */
             float *row = to + (first[g] + j) * to_row;
@@ -69,8 +70,10 @@ INLINE void times(const float *a, int64_t a_row, int64_t a_step, int64_t rows, i
                   int64_t b_row, int64_t b_panel, int64_t columns, float *to, int64_t to_row, const int add) {
     for (int64_t column = 0; column < columns; column += COLUMNS, b += b_panel)
         for (int64_t from = 0; from < rows; from += TILE)
-            if (columns - column > WIDE)
-                tile(a, a_row, a_step, from, rows, inner, b, b_row, to + column, to_row, 2, add);
+            if (columns - column <= WIDE)
+                tile(a, a_row, a_step, from, rows, inner, b, b_row, to + column, to_row, GROUPS, 1, add);
+            else if (rows - from <= TILE / 2)
+                tile(a, a_row, a_step, from, rows, inner, b, b_row, to + column, to_row, GROUPS / 2, 2, add);
             else
-                tile(a, a_row, a_step, from, rows, inner, b, b_row, to + column, to_row, 1, add);
+                tile(a, a_row, a_step, from, rows, inner, b, b_row, to + column, to_row, GROUPS, 2, add);
 }
