@@ -107,6 +107,8 @@ def test_a_full_slot_is_refused_before_anything_is_written() -> None:
     model = make(tiny.tiny_model("llama", torch.float32))
     cache = model.new_cache()
     cache.ensure(2, 8)
+    for tensor in (*cache.keys, *cache.values):
+        tensor.zero_()
     with pytest.raises(IndexError, match="no room for one more token"):
         model.decode(cache, torch.tensor([1, 2]), [0, cache.length])
     assert not any(tensor.any() for tensor in (*cache.keys, *cache.values))

@@ -20,7 +20,7 @@ from headrace.engine.sampling import is_plain, sample_tokens
 from headrace.models.causal import CausalModel, Draws
 from headrace.models.packed import PackedRows
 
-_MOST_STEPS, _MOST_STEPS_S = 16, 0.01  # of one native call, which nothing interrupts
+_MOST_STEPS, _MOST_STEPS_S = 32, 0.01  # of one native call, which nothing interrupts
 _ROOM = 128  # tokens of a reply for which there is room from the beginning: to make more means to copy all caches
 
 
@@ -179,7 +179,7 @@ class Lane:
             if sampled is not None:
                 tokens_SB, logprobs_SB = sampled
                 step_s = (time.perf_counter() - began) / len(tokens_SB)
-                self._steps = max(1, min(2 * self._steps, _MOST_STEPS, int(_MOST_STEPS_S / step_s)))
+                self._steps = max(1, min(4 * self._steps, _MOST_STEPS, int(_MOST_STEPS_S / step_s)))
                 for request, tokens, logprobs in zip(
                     running, tokens_SB.t().tolist(), logprobs_SB.t().tolist(), strict=True
                 ):

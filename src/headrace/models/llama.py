@@ -295,7 +295,7 @@ class LlamaModel:
 
     def _angles(self, positions_N: Tensor, longest: int) -> tuple[Tensor, Tensor]:
         cos_Pd, sin_Pd = self._angle_table(longest)
-        return cos_Pd[positions_N].unsqueeze(1), sin_Pd[positions_N].unsqueeze(1)
+        return cos_Pd.index_select(0, positions_N).unsqueeze(1), sin_Pd.index_select(0, positions_N).unsqueeze(1)
 
     def _angle_table(self, longest: int) -> tuple[Tensor, Tensor]:
         cos_Pd, sin_Pd = self._angles_Pd

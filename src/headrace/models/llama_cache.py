@@ -40,7 +40,9 @@ class LlamaCache:
             self.length = round_up(max(length, old_length * 3 // 2), LENGTH_GRAIN)
         for tensors in (self.keys, self.values):
             for layer in range(layers):
-                grown = self._like.new_zeros((self._slots, heads, self.length, dim))
+                # a decoder that knows of stems reads nothing that was not written; others mask it, and 0 * NaN is NaN
+                new = self._like.new_empty if self._shares else self._like.new_zeros
+                grown = new((self._slots, heads, self.length, dim))
                 if old_slots:
                     grown[:old_slots, :, :old_length] = tensors[layer]
                     tensors[layer] = grown

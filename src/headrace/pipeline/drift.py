@@ -43,18 +43,20 @@ def drift_metrics(
     return metrics
 
 
-def _gaps(samples: Sequence[Sample], logprobs: Sequence[Sequence[float]]) -> tuple[list[tuple[int, int]], np.ndarray]:
+def _gaps(samples: Sequence[Sample], found: Sequence[Sequence[float]]) -> tuple[list[tuple[int, int]], np.ndarray]:
     """Sampler minus learner on all sampled and trained tokens; per row with any, its oldest version and their count."""
     rows: list[tuple[int, int]] = []
     sampler: list[float] = []
     learner: list[float] = []
-    for sample, row in zip(samples, logprobs, strict=True):
+    for sample, row in zip(samples, found, strict=True):
         versions = tuple(compress(sample.versions, sample.loss_mask))
         assert len(row) == len(versions), "the backend gives one log-probability per trained token"
-        is_sampled = [version != NO_VERSION for version in versions]
-        if any(is_sampled):
-            oldest = min(version for version in set(sample.versions) if version != NO_VERSION)
-            rows.append((oldest, sum(is_sampled)))
-            sampler += compress(compress(sample.logprobs, sample.loss_mask), is_sampled)
-            learner += compress(row, is_sampled)
+        logprobs = tuple(compress(sample.logprobs, sample.loss_mask))
+        if NO_VERSION in versions:
+            is_sampled = [version != NO_VERSION for version in versions]
+            logprobs, row = tuple(compress(logprobs, is_sampled)), tuple(compress(row, is_sampled))
+        if row:
+            rows.append((min(set(sample.versions) - {NO_VERSION}), len(row)))
+            sampler += logprobs
+            learner += row
     return rows, np.array(sampler) - np.array(learner)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from itertools import chain, compress
 from statistics import fmean, pstdev
 
 from headrace.advantage.filters import is_uniform
@@ -31,15 +33,12 @@ def batch_metrics(finished: Sequence[FinishedGroup], samples: Sequence[Sample], 
         metrics.record("response/length_mean", episode.response_tokens, Reducer.MEAN)
         metrics.record("response/cut_share", episode.termination == "length", Reducer.MEAN)
         metrics.record_all(episode.metrics, Reducer.MEAN, prefix="episode/")
-    versions = [
-        token_version
-        for sample in samples
-        for token_version, trained in zip(sample.versions, sample.loss_mask, strict=True)
-        if trained and token_version != NO_VERSION
-    ]
+    versions = Counter(chain.from_iterable(compress(sample.versions, sample.loss_mask) for sample in samples))
+    del versions[NO_VERSION]
     if versions:
+        mean = sum(sampled * tokens for sampled, tokens in versions.items()) / versions.total()
         metrics.record("staleness/max", version - min(versions), Reducer.MAX)
-        metrics.record("staleness/mean", version - fmean(versions), Reducer.MEAN)
+        metrics.record("staleness/mean", version - mean, Reducer.MEAN)
     metrics.record("batch/rows", len(samples), Reducer.SUM)
     metrics.record("batch/tokens", sum(len(sample.tokens) for sample in samples), Reducer.SUM)
     return metrics

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -100,7 +101,7 @@ def require_trainable(algorithm: AlgorithmSection, batch: TrainBatch) -> None:
             )
         if algorithm.for_role(sample.role).loss in _NEED_NO_SAMPLER:
             continue
-        if any(m and v == NO_VERSION for m, v in zip(sample.loss_mask, sample.versions, strict=True)):
+        if NO_VERSION in compress(sample.versions, sample.loss_mask):
             raise DataError(
                 f'task "{sample.task_id}", role {sample.role}: loss "{algorithm.for_role(sample.role).loss}" needs the '
                 f"log-probabilities that the tokens were sampled with, and they have none; "

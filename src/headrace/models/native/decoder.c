@@ -136,15 +136,11 @@ static void stand_up(const float *x, float *to, int64_t slots, int64_t features)
                     to[place_of(b, features) + i * COLUMNS] = x[b * features + i];
 }
 
-/* Heads of one slot, normed if they are to be. */
-static void take_heads(const float *column, int64_t count, int64_t dim, const float *norm, float eps, float *to) {
-    for (int64_t i = 0; i < count * dim; i++) to[i] = column[i * COLUMNS];
-    for (int64_t h = 0; norm && h < count; h++) {
-        float squares = 0.0f, *head = to + h * dim;
-        for (int64_t i = 0; i < dim; i++) squares += head[i] * head[i];
-        float scale = 1.0f / sqrtf(squares / (float)dim + eps);
-        for (int64_t i = 0; i < dim; i++) head[i] *= scale * norm[i];
-    }
+static void norm_head(float *head, int64_t dim, const float *weight, float eps) {
+    float squares = 0.0f;
+    for (int64_t i = 0; i < dim; i++) squares += head[i] * head[i];
+    float scale = 1.0f / sqrtf(squares / (float)dim + eps);
+    for (int64_t i = 0; i < dim; i++) head[i] *= scale * weight[i];
 }
 
 /* Where keys or values of a slot begin that are its own, from position `from` on. */
@@ -163,19 +159,28 @@ static void fetch(const decoder *m, const batch *b, int64_t layer, int64_t slot,
         __builtin_prefetch(keys + i, 0, 2);
         __builtin_prefetch(values + i, 0, 2);
     }
+    for (int64_t i = (length - from) * m->dim, end = i + m->dim; i < end; i += 16) { /* where it will be written to */
+        __builtin_prefetch(keys + i, 1, 3);
+        __builtin_prefetch(values + i, 1, 3);
+    }
 }
 
+/* Heads of eight slots side by side, from panels to rows of `stride`. */
+static void lay_down(const float *columns, int64_t heads, int64_t dim, float *rows, int64_t stride) {
+    for (int64_t i = 0; i < heads * dim; i += LANES) turn_eight(columns + i * COLUMNS, COLUMNS, rows + i, stride);
+}
+
+/* `row`: the slot's queries that share a key and value head, its key and its value. */
 static void attention_of(const decoder *m, const batch *b, int64_t layer, int64_t slot, int64_t head, int64_t length,
-                         const float *qkv, float *mixed) {
+                         float *row, float *mixed) {
     const struct layer *l = m->layers + layer;
     int64_t group = m->heads / m->kv_heads, dim = m->dim, size = b->capacity * dim, angle = length * dim;
     int64_t own = ((b->first + slot) * m->kv_heads + head) * size, stem = (b->stem_slots[slot] * m->kv_heads + head) * size;
-    float query[group * dim], key[dim], value[dim], out[group * dim], *keys = b->keys[layer], *values = b->values[layer];
-    const float *column = qkv + place_of(slot, l->qkv.outputs);
-    take_heads(column + head * group * dim * COLUMNS, group, dim, l->q_norm, m->eps, query);
-    take_heads(column + (m->heads + head) * dim * COLUMNS, 1, dim, l->k_norm, m->eps, key);
-    take_heads(column + (m->heads + m->kv_heads + head) * dim * COLUMNS, 1, dim, 0, 0.0f, value);
-    decode_group(query, key, value, b->cosine + angle, b->sine + angle, keys + own, values + own, keys + stem,
+    float *key = row + group * dim, *value = key + dim, out[group * dim];
+    float *keys = b->keys[layer], *values = b->values[layer];
+    for (int64_t h = 0; l->q_norm && h < group; h++) norm_head(row + h * dim, dim, l->q_norm, m->eps);
+    if (l->k_norm) norm_head(key, dim, l->k_norm, m->eps);
+    decode_group(row, key, value, b->cosine + angle, b->sine + angle, keys + own, values + own, keys + stem,
                  values + stem, b->stem_lengths[slot], length, group, dim, out);
     float *to = mixed + place_of(slot, m->heads * dim) + head * group * dim * COLUMNS;
     for (int64_t i = 0; i < group * dim; i++) to[i * COLUMNS] = out[i];
@@ -202,12 +207,19 @@ static share share_of(const decoder *m, const batch *b, team t) {
 
 static void attend_share(const decoder *m, const batch *b, share mine, int64_t layer, int64_t fed, const float *qkv,
                          float *mixed) {
-    int64_t heads = m->kv_heads;
-    for (int64_t head = 0; head < heads; head++) { /* slots of one stem, which stand side by side, read the same */
-        int64_t end = (mine.end - head + heads - 1) / heads;
-        for (int64_t slot = (mine.first - head + heads - 1) / heads; slot < end; slot++) {
+    int64_t kv_heads = m->kv_heads, group = m->heads / kv_heads, dim = m->dim, stride = (group + 2) * dim;
+    float rows[LANES * stride];
+    for (int64_t head = 0; head < kv_heads; head++) { /* slots of one stem, which stand side by side, read the same */
+        int64_t begin = (mine.first - head + kv_heads - 1) / kv_heads, end = (mine.end - head + kv_heads - 1) / kv_heads;
+        for (int64_t slot = begin; slot < end; slot++) {
+            if (slot == begin || slot % LANES == 0) {
+                const float *columns = qkv + place_of(slot / LANES * LANES, m->layers[layer].qkv.outputs);
+                lay_down(columns + head * group * dim * COLUMNS, group, dim, rows, stride);
+                lay_down(columns + (m->heads + head) * dim * COLUMNS, 1, dim, rows + group * dim, stride);
+                lay_down(columns + (m->heads + kv_heads + head) * dim * COLUMNS, 1, dim, rows + (group + 1) * dim, stride);
+            }
             if (slot + 1 < end) fetch(m, b, layer, slot + 1, head, b->lengths[slot + 1] + fed);
-            attention_of(m, b, layer, slot, head, b->lengths[slot] + fed, qkv, mixed);
+            attention_of(m, b, layer, slot, head, b->lengths[slot] + fed, rows + slot % LANES * stride, mixed);
         }
     }
 }

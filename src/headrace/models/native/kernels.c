@@ -7,6 +7,7 @@
 #include "kernels.h"
 
 #include <math.h>
+#include <string.h>
 
 #define BLOCK 256    /* tokens whose exponentials are summed in float before they are added up in double */
 #define POSITIONS 64 /* keys and values that attention looks at in one go: they stay in the first-level cache */
@@ -104,13 +105,13 @@ void swiglu_backward(const float *grad, int64_t grad_stride, const float *gate_u
 }
 
 static inline void rotate(const float *from, const float *restrict cosine, const float *restrict sine, float sign,
-                          float *to, int64_t dim) {
+                          float scale, float *to, int64_t dim) {
     int64_t half = dim / 2;
 #pragma omp simd
     for (int64_t i = 0; i < half; i++) {
         float low = from[i], high = from[i + half];
-        to[i] = low * cosine[i] - high * (sign * sine[i]);
-        to[i + half] = high * cosine[i + half] + low * (sign * sine[i + half]);
+        to[i] = (low * cosine[i] - high * (sign * sine[i])) * scale;
+        to[i + half] = (high * cosine[i + half] + low * (sign * sine[i + half])) * scale;
     }
 }
 
@@ -120,7 +121,7 @@ void rope(float *x, int64_t stride, const float *cosine, const float *sine, int6
     for (int64_t n = 0; n < rows; n++)
         for (int64_t h = 0; h < heads; h++) {
             float *head = x + n * stride + h * dim;
-            rotate(head, cosine + n * angle_stride, sine + n * angle_stride, sign, head, dim);
+            rotate(head, cosine + n * angle_stride, sine + n * angle_stride, sign, 1.0f, head, dim);
         }
 }
 
@@ -144,7 +145,7 @@ static inline lanes folded(wide v) {
     return sum;
 }
 
-/* scores[t] = query . keys[t]; what follows `count`, up to the next multiple of eight, becomes -inf. */
+/* scores[t] = query . keys[t]; what follows `count`, up to the next multiple of WIDE, becomes -inf. */
 static inline void score(const float *query, const float *keys, int64_t count, int64_t dim, float *scores) {
     for (int64_t t = 0; t < count; t += LANES) {
         const float *key[LANES];
@@ -161,7 +162,7 @@ static inline void score(const float *query, const float *keys, int64_t count, i
             for (int j = 0; j < LANES; j++) narrow[j] += *(const lanes *)(query + i) * *(const lanes *)(key[j] + i);
         *(lanes *)(scores + t) = sums(narrow);
     }
-    for (int64_t t = count; t % LANES; t++) scores[t] = -INFINITY;
+    for (int64_t t = count; t % WIDE; t++) scores[t] = -INFINITY;
 }
 
 /* out = out * keep + sum over t of shares[t] * values[t], for some `vectors` of the head: 1, 2 or 4. */
@@ -187,22 +188,41 @@ static void mix_narrow(const float *shares, const float *values, int64_t count, 
     *(lanes *)out = total;
 }
 
+/* By halves: compilers add or compare the numbers of a vector one after the other. */
+static inline float sum_of(const float *numbers) {
+    float half[WIDE / 2];
+    for (int i = 0; i < WIDE / 2; i++) half[i] = numbers[i] + numbers[i + WIDE / 2];
+    for (int size = WIDE / 4; size; size /= 2)
+        for (int i = 0; i < size; i++) half[i] += half[i + size];
+    return half[0];
+}
+
+static inline float largest_of(const float *numbers) {
+    float half[WIDE / 2];
+    for (int i = 0; i < WIDE / 2; i++)
+        half[i] = numbers[i] > numbers[i + WIDE / 2] ? numbers[i] : numbers[i + WIDE / 2];
+    for (int size = WIDE / 4; size; size /= 2)
+        for (int i = 0; i < size; i++) half[i] = half[i] > half[i + size] ? half[i] : half[i + size];
+    return half[0];
+}
+
 /* One query over `count` more positions: `top` and `mass` carry the running maximum and sum of the softmax. */
 static void attend(const float *query, const float *keys, const float *values, int64_t count, int64_t dim, float *top,
                    float *mass, float *out) {
-    float shares[POSITIONS];
+    float shares[POSITIONS], tops[WIDE], masses[WIDE] = {0};
     score(query, keys, count, dim, shares);
-    int64_t padded = (count + LANES - 1) / LANES * LANES;
-    float best = largest(shares, padded);
+    for (int j = 0; j < WIDE; j++) tops[j] = shares[j];
+    for (int64_t t = WIDE; t < count; t += WIDE)
+        for (int j = 0; j < WIDE; j++) tops[j] = shares[t + j] > tops[j] ? shares[t + j] : tops[j];
+    float best = largest_of(tops);
     best = best > *top ? best : *top;
-    float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t t = 0; t < padded; t++) {
-        shares[t] = exponential(shares[t] - best);
-        sum += shares[t];
-    }
+    for (int64_t t = 0; t < count; t += WIDE)
+        for (int j = 0; j < WIDE; j++) {
+            shares[t + j] = exponential(shares[t + j] - best);
+            masses[j] += shares[t + j];
+        }
     float keep = exponential(*top - best);
-    *mass = *mass * keep + sum;
+    *mass = *mass * keep + sum_of(masses);
     *top = best;
     int64_t i = 0;
     for (; i + 4 * WIDE <= dim; i += 4 * WIDE) mix(shares, values + i, count, dim, keep, out + i, 4);
@@ -215,17 +235,14 @@ void decode_group(const float *query, const float *key, const float *value, cons
                   float *keys, float *values, const float *stem_keys, const float *stem_values, int64_t stem_length,
                   int64_t length, int64_t group, int64_t dim, float *out) {
     float rotated[group * dim], top[group], mass[group], scale = 1.0f / sqrtf((float)dim);
-    rotate(key, cosine, sine, 1.0f, keys + length * dim, dim);
+    rotate(key, cosine, sine, 1.0f, 1.0f, keys + length * dim, dim);
     for (int64_t i = 0; i < dim; i++) values[length * dim + i] = value[i];
     for (int64_t h = 0; h < group; h++) {
-        rotate(query + h * dim, cosine, sine, 1.0f, rotated + h * dim, dim);
+        rotate(query + h * dim, cosine, sine, 1.0f, scale, rotated + h * dim, dim);
         top[h] = -INFINITY;
         mass[h] = 0.0f;
     }
-    for (int64_t i = 0; i < group * dim; i++) {
-        rotated[i] *= scale;
-        out[i] = 0.0f;
-    }
+    memset(out, 0, sizeof(float) * group * dim);
     for (int64_t from = 0, count; from <= length; from += count) {
         int in_stem = from < stem_length;
         count = smaller(POSITIONS, (in_stem ? stem_length : length + 1) - from);
@@ -331,8 +348,11 @@ int64_t sample_row(const float *row, int64_t size, double uniform, float *logpro
     int64_t block = falls_on(ends, blocks, draw), first = block * BLOCK, count = smaller(BLOCK, size - first);
     double before = block ? ends[block - 1] : 0.0, share = (draw - before) / (ends[block] - before);
     share = share < 0.0 ? 0.0 : share > 1.0 - 1e-12 ? 1.0 - 1e-12 : share;
+    float shares[BLOCK];
     double inside[BLOCK], sum = 0.0;
-    for (int64_t i = 0; i < count; i++) inside[i] = sum += (double)exponential(row[first + i] - top);
+#pragma omp simd
+    for (int64_t i = 0; i < count; i++) shares[i] = exponential(row[first + i] - top);
+    for (int64_t i = 0; i < count; i++) inside[i] = sum += (double)shares[i];
     int64_t token = first + falls_on(inside, count, share * sum);
     *logprob = (float)((double)row[token] - top - log(mass));
     return token;

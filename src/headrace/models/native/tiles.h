@@ -77,3 +77,22 @@ INLINE void times(const float *a, int64_t a_row, int64_t a_step, int64_t rows, i
             else
                 tile(a, a_row, a_step, from, rows, inner, b, b_row, to + column, to_row, GROUPS, 2, add);
 }
+
+/* Eight rows of eight become columns. */
+static inline void turn_eight(const float *from, int64_t from_stride, float *to, int64_t to_stride) {
+    lanes v[8], w[8];
+    for (int i = 0; i < 8; i++) v[i] = *(const lanes *)(from + i * from_stride);
+    for (int i = 0; i < 8; i += 2) {
+        w[i] = SHUFFLE(v[i], v[i + 1], 0, 8, 2, 10, 4, 12, 6, 14);
+        w[i + 1] = SHUFFLE(v[i], v[i + 1], 1, 9, 3, 11, 5, 13, 7, 15);
+    }
+    for (int i = 0; i < 8; i += 4)
+        for (int j = 0; j < 2; j++) {
+            v[i + j] = SHUFFLE(w[i + j], w[i + j + 2], 0, 1, 8, 9, 4, 5, 12, 13);
+            v[i + j + 2] = SHUFFLE(w[i + j], w[i + j + 2], 2, 3, 10, 11, 6, 7, 14, 15);
+        }
+    for (int j = 0; j < 4; j++) {
+        *(lanes *)(to + j * to_stride) = SHUFFLE(v[j], v[j + 4], 0, 1, 2, 3, 8, 9, 10, 11);
+        *(lanes *)(to + (j + 4) * to_stride) = SHUFFLE(v[j], v[j + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+    }
+}
