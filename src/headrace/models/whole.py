@@ -112,7 +112,8 @@ class _Norm(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return norm_backward(grad_ND.contiguous(), *ctx.saved_tensors, ctx.norm), None
+        x_ND, inverse = ctx.saved_tensors
+        return norm_backward(grad_ND.contiguous(), x_ND, inverse, ctx.norm), None
 
 
 def _normed_linear(x_ND: Tensor, norm: Any, linear: FusedLinear) -> tuple[Tensor, Tensor]:
