@@ -197,17 +197,39 @@ def sampled_at_once(model: LlamaModel, rows: list[list[int]], steps: int, stop_i
 def test_several_steps_at_once_are_the_same_to_the_bit(kind: str, threads: int) -> None:
     model = make(tiny.tiny_model(kind, torch.float32))
     torch.set_num_threads(threads)
-    for rows in (tiny.random_rows(5), tiny.random_rows(*range(1, 40))):
+    # so many slots that all threads work on each, or that each has slots of its own
+    for rows in (tiny.random_rows(5), tiny.random_rows(*range(1, 21)), tiny.random_rows(*range(1, 40))):
         assert sampled_at_once(model, rows, 7) == sampled_one_by_one(model, rows, 7)
 
 
-def test_a_stop_ends_the_steps() -> None:
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("slots", [3, 20, 40])
+def test_a_stop_ends_the_steps_whoever_draws_it(slots: int, threads: int) -> None:
     model = make(tiny.tiny_model("llama", torch.float32))
-    rows = tiny.random_rows(5, 6, 7)
+    torch.set_num_threads(threads)
+    rows = tiny.random_rows(*range(5, 5 + slots))
     tokens, logprobs = sampled_at_once(model, rows, 9)
-    stop = tokens[4][1]
-    first = next(step for step in range(9) if stop in tokens[step])
-    assert sampled_at_once(model, rows, 9, (10**6, stop)) == (tokens[: first + 1], logprobs[: first + 1])
+    for slot in (0, 1, slots - 1):
+        stop = tokens[4][slot]
+        first = next(step for step in range(9) if stop in tokens[step])
+        assert sampled_at_once(model, rows, 9, (10**6, stop)) == (tokens[: first + 1], logprobs[: first + 1])
+
+
+@pytest.mark.parametrize("threads", [2, 4])
+def test_threads_with_slots_of_their_own_read_a_stem_that_is_anothers(threads: int) -> None:
+    model = make(tiny.tiny_model("llama", torch.float32))
+    torch.set_num_threads(threads)
+    (prompt,) = tiny.random_rows(30)
+    cache, slots, steps = filled(model, [prompt] * 64, 6), 64, 6
+    draws = Draws(seeds_of([prompt] * slots), [3] * slots, (), steps)
+    last, lengths = torch.tensor([prompt[-1]] * slots), [len(prompt) - 1] * slots
+    apart = model.decode_and_sample(cache, last, lengths, draws)
+    for slot in range(1, slots):
+        cache.share(0, slot, len(prompt) - 1)
+    shared = model.decode_and_sample(cache, last, lengths, draws)
+    assert apart is not None and shared is not None
+    assert torch.equal(apart[0], shared[0])
+    torch.testing.assert_close(apart[1], shared[1], atol=1e-5, rtol=0)
 
 
 def test_without_room_for_all_steps_none_is_made() -> None:
