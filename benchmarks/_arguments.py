@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from types import TracebackType
 from typing import Any
 
 from headrace.errors import HeadraceError
 from headrace.models.catalog import resolve_model
 
 _COUNTS = ("rounds", "steps", "threads", "batches")
+STOPPED = "stopped before everything was measured; nothing was written"
 
 
 def parsed(parser: argparse.ArgumentParser, quick: dict[str, Any]) -> argparse.Namespace:
     """The arguments: `--quick` changes defaults, not what is given; nonsense is refused before anything is measured."""
+    sys.excepthook = _without_trace_of_interrupts
     given = parser.parse_args()
     if given.quick:
         parser.set_defaults(**quick)
@@ -29,3 +33,10 @@ def parsed(parser: argparse.ArgumentParser, quick: dict[str, Any]) -> argparse.N
     except HeadraceError as error:
         parser.error(str(error))
     return given
+
+
+def _without_trace_of_interrupts(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if issubclass(kind, KeyboardInterrupt):
+        print(STOPPED, file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)

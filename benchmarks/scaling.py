@@ -29,7 +29,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Self
 
-from _arguments import parsed
+from _arguments import STOPPED, parsed
 
 from headrace import UnifiedTrainer
 from headrace.agents.completer import Model
@@ -183,9 +183,9 @@ def measure(points: Sequence[Point], rounds: int, steps: int) -> dict[Point, lis
         for point in points if number % 2 == 0 else reversed(points):
             spent = train(point, 1 + steps, tasks)[1:]
             if len(spent) < steps:  # the trainer has taken the interrupt, and ended its run
-                raise SystemExit("stopped before everything was measured; nothing was written")
+                raise SystemExit(STOPPED)
             fastest[point].append(min(spent, key=lambda step: step.step_s))
-        print(f"round {number + 1} of {rounds}", file=sys.stderr, flush=True)
+            print(f"round {number + 1} of {rounds}: {point}", file=sys.stderr, flush=True)
     return fastest
 
 

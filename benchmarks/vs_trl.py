@@ -5,7 +5,8 @@
 Prints a table in Markdown. Both sides have the same weights, prompts (the same ids), group size, number of sampled
 tokens (an end of sequence ends nothing), reward, loss and optimizer, in float32 on two threads; on-policy, one update
 per batch. Each round is one process of each side, one after the other; the first step of each is warm-up.
-The bundled model, whose steps are short, makes ten times as many.
+The bundled model, whose steps are short, makes ten times as many. Generated tokens are those of the replies; trained
+tokens are those of the rows, prompts included, over all of the step that is not sampling.
 Headrace runs as a user runs it, with ledger and metrics, engine and learner in one process. TRL gets the whole batch at
 once, the fused optimizer and no logging, and runs twice: as it comes, which is with gradient checkpointing, and without
 that, which is faster and takes more memory. TRL needs an environment of its own, which is made in .venv-trl unless
@@ -25,7 +26,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from _arguments import parsed
+from _arguments import STOPPED, parsed
 from _environments import HERE, checked, environment, with_module
 from _trl_side import Figures, Work, distinct_share, peak_mb
 from tokenizers import Tokenizer
@@ -74,6 +75,8 @@ def train_headrace(work: Work, place: Path) -> Figures:
         for number, (text, ids) in enumerate(zip(work.prompts, work.prompt_ids, strict=True))
     ]
     result = UnifiedTrainer(_headrace_config(work, place), workflow=answer, tasks=tasks).fit()
+    if result.interrupted:
+        raise SystemExit(STOPPED)
     rows = [json.loads(line) for line in (result.run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if row["step"]]
     return Figures(

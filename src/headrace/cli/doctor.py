@@ -75,7 +75,8 @@ def _tensor_library(torch: Any, problem: str) -> Iterator[Row]:
     else:
         yield "GPU", "none seen; runs use the CPU"
     there = importlib.import_module("headrace.models.native").kernels() is not None
-    yield "native kernels", "there" if there else "none (they need a C compiler); torch's operations are used"
+    why = "HEADRACE_NATIVE is 0" if os.environ.get("HEADRACE_NATIVE") == "0" else "they need a C compiler"
+    yield "native kernels", "there" if there else f"none ({why}); torch's operations are used"
 
 
 def _packages() -> Iterator[Row]:
