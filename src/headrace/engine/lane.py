@@ -93,6 +93,7 @@ class Lane:
         """Go on under new weights: another model's, or those that this one's were changed to."""
         self._kept.forget()
         self.model, self.version = model or self.model, version
+        self.model.renew()
         if recompute and self.running:
             self._cached = False
 

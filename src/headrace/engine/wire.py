@@ -11,7 +11,7 @@ import struct
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from headrace.config import ModelSection
+from headrace.config import ModelSection, Weights
 from headrace.engine.base import DEFAULT_SAMPLING, EngineHealth, SamplingParams
 from headrace.engine.shared_weights import Layout
 
@@ -25,6 +25,7 @@ class EngineOptions:
     model: ModelSection
     eos_ids: tuple[int, ...] = ()
     row_block: int = 0
+    weights: Weights = "float32"
     max_batch: int = 128
     max_model_length: int | None = None
     prefill_tokens: int = 8192

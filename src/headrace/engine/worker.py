@@ -105,6 +105,7 @@ def _bound_models(given: Open, files: Sequence[int]) -> BoundModels:
     def build(hf_model: Any) -> CausalModel:
         model = build_causal_model(hf_model, options.model.fast_path)
         model.row_block = options.row_block
+        model.decode_with(options.weights)
         return model
 
     return BoundModels(load_model(options.model).eval(), given.layout, files, build)

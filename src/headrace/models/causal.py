@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from headrace.config import Weights
+from headrace.errors import ConfigError
 from headrace.models.linear import FusedLinear
 from headrace.models.packed import PackedRows
 
@@ -104,8 +106,16 @@ class CausalModel(Protocol):
         """`decode` and draw, several times over: (tokens, log-probabilities), both [S, B]. None: only one by one."""
         ...
 
+    def decode_with(self, weights: Weights) -> None:
+        """Decode with a copy of the weights in fewer bits, or with themselves; ConfigError where that cannot be."""
+        ...
+
+    def renew(self) -> None:
+        """The weights have changed: make such a copy anew."""
+        ...
+
     def weights(self) -> list[Tensor]:
-        """What decoding really reads for each trained parameter."""
+        """What decoding reads for each trained parameter, or makes its copy in fewer bits from."""
         ...
 
     def copy(self) -> CausalModel:
@@ -119,3 +129,9 @@ def build_causal_model(hf_model: Any, fast_path: bool = True) -> CausalModel:
     from headrace.models.llama import LlamaModel, covers
 
     return LlamaModel(hf_model) if fast_path and covers(hf_model) else TransformersModel(hf_model)
+
+
+def require_no_copy(weights: Weights, why: str) -> None:
+    """Raise ConfigError if decoding is to read anything but the weights themselves."""
+    if weights != "float32":
+        raise ConfigError(f'engine.weights = "{weights}" cannot be had here: {why}; set it to "float32"')

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from headrace.models.causal import Draws
+from headrace.config import Weights
+from headrace.models.causal import Draws, require_no_copy
 from headrace.models.modules import copy_modules, copy_weights, trained_parameters
 from headrace.models.packed import PackedRows
 
@@ -117,6 +118,12 @@ class TransformersModel:
 
     def decode_and_sample(self, cache: CacheList, ids_B: Tensor, lengths: Sequence[int], draws: Draws) -> None:
         return None
+
+    def decode_with(self, weights: Weights) -> None:
+        require_no_copy(weights, "a model is decoded by transformers, as one outside the Llama family is")
+
+    def renew(self) -> None:
+        pass
 
     def weights(self) -> list[Tensor]:
         return [parameter.data for parameter in self._trained]

@@ -17,14 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from headrace.config import Weights
 from headrace.models import whole
-from headrace.models.causal import Draws
+from headrace.models.causal import Draws, require_no_copy
 from headrace.models.elementwise import normed, swiglu, turn_
 from headrace.models.linear import FusedLinear
 from headrace.models.llama_cache import LENGTH_GRAIN, LlamaCache, round_up
 from headrace.models.modules import copy_weights, trained_parameters
 from headrace.models.native import kernels_for
-from headrace.models.native.decoder import Decoder, fits
+from headrace.models.native.decoder import SMALL_INPUTS, Decoder, fits, fits_small
 from headrace.models.packed import PackedRows
 from headrace.models.tree_attention import Angles, attention_with_past, tree_attention
 
@@ -119,6 +120,7 @@ class LlamaModel:
         self._angles_Pd = (torch.empty(0), torch.empty(0))
         self._own_parameters = list(base.parameters())
         self._plain = base is hf_model and self._embedding.weight.dtype in _WIDE
+        self._decoded_with: Weights = "float32"
 
     def hidden(self, rows: PackedRows) -> Tensor:
         norm = whole.last_norm if self._as_a_whole() else _rms_norm
@@ -132,7 +134,22 @@ class LlamaModel:
 
     @torch.no_grad()
     def decode_logits(self, hidden_BD: Tensor) -> Tensor:
+        if self._decoded_with != "float32" and (decoder := self._decoder):
+            return decoder.logits(hidden_BD)
         return self._fused(self._head, _pad_rows(hidden_BD, self.row_block))[: hidden_BD.shape[0]]
+
+    def decode_with(self, weights: Weights) -> None:
+        if self._decoder is None:
+            require_no_copy(weights, "there are no native kernels (headrace doctor) or none for this model")
+        elif not fits_small(self._layers, self._head):
+            require_no_copy(weights, f"a layer has a number of inputs that is no multiple of {SMALL_INPUTS}")
+        if weights != self._decoded_with:
+            self._decoded_with = weights
+            del self._decoder  # it is made anew when it is needed
+
+    def renew(self) -> None:
+        if self._decoded_with != "float32" and (decoder := self._decoder):
+            decoder.shrink()
 
     def weights(self) -> list[Tensor]:
         read: dict[nn.Parameter, Tensor] = {}
@@ -143,6 +160,7 @@ class LlamaModel:
     def copy(self) -> LlamaModel:
         copied = LlamaModel(copy_weights(self._hf_model, self._trained))
         copied.row_block, copied.shares_prefixes = self.row_block, self.shares_prefixes
+        copied.decode_with(self._decoded_with)
         return copied
 
     def new_cache(self) -> LlamaCache:
@@ -291,7 +309,10 @@ class LlamaModel:
         kernels = kernels_for(weight)
         if kernels is None or not self._plain or not fits(self._layers, self._head, self._dim):
             return None
-        return Decoder(kernels, self._layers, self._heads, self._kv_heads, self._dim, weight, self._norm, self._head)
+        return Decoder(
+            kernels, self._layers, self._heads, self._kv_heads, self._dim, weight, self._norm, self._head,
+            self._decoded_with,
+        )  # fmt: skip
 
     def _angles(self, positions_N: Tensor, longest: int) -> tuple[Tensor, Tensor]:
         cos_Pd, sin_Pd = self._angle_table(longest)

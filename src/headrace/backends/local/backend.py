@@ -79,6 +79,8 @@ class LocalBackend:
         self.model = build_causal_model(self.hf_model, config.model.fast_path)
         self.model.row_block = _ROW_BLOCK if config.run.deterministic else 0
         self.model.shares_prefixes &= config.backend.share_prefixes
+        if config.trainer.placement == "colocate":
+            self.model.decode_with(config.engine.weights)
         if config.backend.gradient_checkpointing:
             self._checkpoint_gradients()
         self.value_head = self._new_value_head() if config.algorithm.value_head else None

@@ -34,6 +34,7 @@ def new_engine(
             model=config.model,
             eos_ids=tuple(eos_ids),
             row_block=model.row_block,
+            weights=section.weights,
             max_batch=section.max_batch,
             max_model_length=length,
             prefill_tokens=section.prefill_tokens,

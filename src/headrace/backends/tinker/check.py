@@ -11,7 +11,7 @@ from headrace.errors import ConfigError
 
 _IGNORED = (
     "run.deterministic", "model.dtype", "model.fast_path", "algorithm.value_head", "engine.prefill_tokens",
-    "engine.threads", "engine.kept_tokens", "backend.logits_chunk", "backend.share_prefixes",
+    "engine.threads", "engine.kept_tokens", "engine.weights", "backend.logits_chunk", "backend.share_prefixes",
     "backend.gradient_checkpointing", "backend.threads", "trainer.release_cache",
 )  # fmt: skip
 _STATE = "tinker://"

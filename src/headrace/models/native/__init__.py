@@ -34,6 +34,8 @@ _ARGUMENTS = {
     "few_rows": (_P, _P, _I, _I, _P, _P, _I, _P, _T),
     "decode_scratch": (_P, _I, _T),
     "decode": (_P, _P, _P, _P, _P, _T),
+    "head_logits": (_P, _P, _P, _I, _P, _T),
+    "shrink": (_P, _T),
     "decode_and_sample": (_P, _P, _P, _P, _P, _P, _I, _I, _P, _P, _P, _P, _T),
     "tree_attention": (_P, _P, _I, _P, _P, _T),
     "tree_attention_backward": (_P, _P, _P, _P, _P, _P, _T),

@@ -17,7 +17,7 @@ from headrace.models.catalog import cache_dir
 
 _HERE = Path(__file__).parent
 _SOURCES = tuple(_HERE / name for name in ("kernels.c", "decoder.c", "attention.c", "narrow.c"))
-_HEADERS = tuple(_HERE / name for name in ("kernels.h", "tiles.h"))
+_HEADERS = tuple(_HERE / name for name in ("kernels.h", "tiles.h", "small.h"))
 _FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fPIC")
 _TIME_LIMIT_S = 60.0
 

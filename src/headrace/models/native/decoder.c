@@ -6,14 +6,18 @@
  * of threads: each is summed up by one thread, in one order.
  */
 
-#include "tiles.h"
+#include "small.h"
 
 #include <math.h>
 #include <string.h>
 
 typedef struct {
-    const float *weight, *bias; /* [outputs][inputs]; no bias: null */
+    float *weight;     /* [outputs][inputs] */
+    const float *bias; /* or null */
     int64_t outputs, inputs;
+    const float *original; /* or null; then the weight is this one rounded to fewer bits, in which `small` has it: */
+    void *small;           /* as bytes if there are scales of the rows, else as bfloat16 */
+    float *scales;
 } linear;
 
 typedef struct layer {
@@ -60,50 +64,80 @@ static int64_t place_of(int64_t slot, int64_t features) { return slot / COLUMNS 
 
 INLINE float bias_of(const linear *l, int64_t output) { return l->bias ? l->bias[output] : 0.0f; }
 
-/* This thread's share of the outputs of a product. GATED: silu(first half) * second half. BY_SLOT: to
- * [slots][outputs]; else to panels. */
-INLINE void product(const linear *l, const float *x, float *to, int64_t slots, team t, const ending how) {
-    int64_t outputs = how == GATED ? l->outputs / 2 : l->outputs, step = how == GATED ? TILE / 2 : TILE;
-    int64_t tiles = (outputs + step - 1) / step;
-    for (int64_t tile = tiles * t.thread / t.threads; tile < tiles * (t.thread + 1) / t.threads; tile++) {
-        const float *rows[GROUPS];
-        int64_t wanted[GROUPS], first[GROUPS]; /* the last triple may begin earlier than wanted, so as not to overrun */
-        for (int g = 0; g < GROUPS; g++) {
-            int second = how == GATED && g >= GROUPS / 2;
-            wanted[g] = tile * step + TRIPLE * (second ? g - GROUPS / 2 : g);
-            first[g] = smaller(wanted[g], outputs - TRIPLE);
-            rows[g] = l->weight + (second * outputs + first[g]) * l->inputs;
-        }
-        for (int64_t c = 0; c < slots; c += COLUMNS) {
-            wide sums[TILE][2];
-            int vectors = slots - c > WIDE ? 2 : 1;
-            int64_t ahead = c ? 0 : step * l->inputs;
-            const float *panel = x + c * l->inputs;
-            if (vectors == 2)
-                tile_sums(rows, l->inputs, 1, l->inputs, panel, COLUMNS, ahead, sums, GROUPS, 2);
-            else
-                tile_sums(rows, l->inputs, 1, l->inputs, panel, COLUMNS, ahead, sums, GROUPS, 1);
-            if (how == BY_SLOT) {
-                for (int64_t i = 0; i < smaller(vectors * WIDE, slots - c); i++)
-                    for (int j = 0; j < TILE; j++) {
-                        int64_t o = first[j / TRIPLE] + j % TRIPLE;
-                        to[(c + i) * outputs + o] = ((const float *)sums[j])[i] + bias_of(l, o);
-                    }
-                continue;
+/* The rows of a weight that a tile is about: TRIPLE from each `row` on, which are outputs from `first` on. The last triple
+ * may begin earlier than wanted, so as not to overrun. */
+typedef struct {
+    int64_t row[GROUPS], first[GROUPS], wanted[GROUPS];
+} tile_rows;
+
+INLINE tile_rows rows_of_tile(int64_t tile, int64_t outputs, const ending how) {
+    tile_rows t;
+    for (int g = 0; g < GROUPS; g++) {
+        int second = how == GATED && g >= GROUPS / 2;
+        t.wanted[g] = tile * (how == GATED ? TILE / 2 : TILE) + TRIPLE * (second ? g - GROUPS / 2 : g);
+        t.first[g] = smaller(t.wanted[g], outputs - TRIPLE);
+        t.row[g] = second * outputs + t.first[g];
+    }
+    return t;
+}
+
+/* What becomes of the sums of a tile, for slots from `c` on. */
+INLINE void end_tile(const linear *l, const tile_rows *at, wide (*sums)[2], float *to, int64_t outputs, int64_t slots,
+                     int64_t c, const int vectors, const ending how) {
+    if (how == BY_SLOT) {
+        for (int64_t i = 0; i < smaller(vectors * WIDE, slots - c); i++)
+            for (int j = 0; j < TILE; j++) {
+                int64_t o = at->first[j / TRIPLE] + j % TRIPLE;
+                to[(c + i) * outputs + o] = ((const float *)sums[j])[i] + bias_of(l, o);
             }
-            for (int j = 0; j < (how == GATED ? TILE / 2 : TILE); j++) {
-                int64_t o = first[j / TRIPLE] + j % TRIPLE;
-                if (o < wanted[j / TRIPLE]) continue; /* another triple's */
-                const float *sum = (const float *)sums[j], *second = (const float *)sums[j + TILE / 2];
-                float *row = to + c * outputs + o * COLUMNS, bias = bias_of(l, o);
-                float second_bias = how == GATED ? bias_of(l, outputs + o) : 0.0f;
+        return;
+    }
+    for (int j = 0; j < (how == GATED ? TILE / 2 : TILE); j++) {
+        int64_t o = at->first[j / TRIPLE] + j % TRIPLE;
+        if (o < at->wanted[j / TRIPLE]) continue; /* another triple's */
+        const float *sum = (const float *)sums[j], *second = (const float *)sums[j + TILE / 2];
+        float *row = to + c * outputs + o * COLUMNS, bias = bias_of(l, o);
+        float second_bias = how == GATED ? bias_of(l, outputs + o) : 0.0f;
 #pragma omp simd
-                for (int i = 0; i < vectors * WIDE; i++) {
-                    float value = sum[i] + bias;
-                    if (how == STORED) row[i] = value;
-                    if (how == ADDED) row[i] += value;
-                    if (how == GATED) row[i] = value * sigmoid(value) * (second[i] + second_bias);
-                }
+        for (int i = 0; i < vectors * WIDE; i++) {
+            float value = sum[i] + bias;
+            if (how == STORED) row[i] = value;
+            if (how == ADDED) row[i] += value;
+            if (how == GATED) row[i] = value * sigmoid(value) * (second[i] + second_bias);
+        }
+    }
+}
+
+/* This thread's share of the outputs of a product. GATED: silu(first half) * second half. BY_SLOT: to
+ * [slots][outputs]; else to panels. Few slots are multiplied by the small weights, and laid down for it in `own`, this
+ * thread's scratch. */
+INLINE void product(const linear *l, const float *x, float *to, int64_t slots, team t, float *own, const ending how) {
+    int64_t outputs = how == GATED ? l->outputs / 2 : l->outputs, step = how == GATED ? TILE / 2 : TILE;
+    int64_t tiles = (outputs + step - 1) / step, inputs = l->inputs;
+    int few = l->small && slots <= FEW;
+    if (few) lay_down(x, inputs, own, inputs);
+    for (int64_t tile = tiles * t.thread / t.threads; tile < tiles * (t.thread + 1) / t.threads; tile++) {
+        const tile_rows at = rows_of_tile(tile, outputs, how);
+        const float *rows[GROUPS];
+        wide sums[TILE][2];
+        if (few) {
+            for (int g = 0; g < GROUPS; g++) {
+                fetch_triple(l->small, l->scales, at.row[g] + step, inputs);
+                dots(l->small, l->scales, at.row[g], inputs, own, slots, sums + g * TRIPLE);
+            }
+            end_tile(l, &at, sums, to, outputs, slots, 0, 1, how);
+            continue;
+        }
+        for (int g = 0; g < GROUPS; g++) rows[g] = l->weight + at.row[g] * inputs;
+        for (int64_t c = 0; c < slots; c += COLUMNS) {
+            int64_t ahead = c ? 0 : step * inputs;
+            const float *panel = x + c * inputs;
+            if (slots - c > WIDE) {
+                tile_sums(rows, inputs, 1, inputs, panel, COLUMNS, ahead, sums, GROUPS, 2);
+                end_tile(l, &at, sums, to, outputs, slots, c, 2, how);
+            } else {
+                tile_sums(rows, inputs, 1, inputs, panel, COLUMNS, ahead, sums, GROUPS, 1);
+                end_tile(l, &at, sums, to, outputs, slots, c, 1, how);
             }
         }
     }
@@ -165,11 +199,6 @@ static void fetch(const decoder *m, const batch *b, int64_t layer, int64_t slot,
     }
 }
 
-/* Heads of eight slots side by side, from panels to rows of `stride`. */
-static void lay_down(const float *columns, int64_t heads, int64_t dim, float *rows, int64_t stride) {
-    for (int64_t i = 0; i < heads * dim; i += LANES) turn_eight(columns + i * COLUMNS, COLUMNS, rows + i, stride);
-}
-
 /* `row`: the slot's queries that share a key and value head, its key and its value. */
 static void attention_of(const decoder *m, const batch *b, int64_t layer, int64_t slot, int64_t head, int64_t length,
                          float *row, float *mixed) {
@@ -214,9 +243,9 @@ static void attend_share(const decoder *m, const batch *b, share mine, int64_t l
         for (int64_t slot = begin; slot < end; slot++) {
             if (slot == begin || slot % LANES == 0) {
                 const float *columns = qkv + place_of(slot / LANES * LANES, m->layers[layer].qkv.outputs);
-                lay_down(columns + head * group * dim * COLUMNS, group, dim, rows, stride);
-                lay_down(columns + (m->heads + head) * dim * COLUMNS, 1, dim, rows + group * dim, stride);
-                lay_down(columns + (m->heads + kv_heads + head) * dim * COLUMNS, 1, dim, rows + (group + 1) * dim, stride);
+                lay_down(columns + head * group * dim * COLUMNS, group * dim, rows, stride);
+                lay_down(columns + (m->heads + head) * dim * COLUMNS, dim, rows + group * dim, stride);
+                lay_down(columns + (m->heads + kv_heads + head) * dim * COLUMNS, dim, rows + (group + 1) * dim, stride);
             }
             if (slot + 1 < end) fetch(m, b, layer, slot + 1, head, b->lengths[slot + 1] + fed);
             attention_of(m, b, layer, slot, head, b->lengths[slot] + fed, rows + slot % LANES * stride, mixed);
@@ -230,10 +259,13 @@ static int64_t widest(const decoder *m) {
     return mixed > most ? mixed : most;
 }
 
+/* What a thread needs to lay few slots down. */
+static int64_t own_floats(const decoder *m) { return FEW * widest(m); }
+
 /* Floats of scratch for slots that a team of so many decodes. */
 static int64_t scratch_for(const decoder *m, int64_t slots, int threads) {
     int64_t floats = m->width + m->layers[0].qkv.outputs + m->heads * m->dim + (threads + 1) * widest(m);
-    return panels_for(slots) * COLUMNS * floats;
+    return panels_for(slots) * COLUMNS * floats + threads * own_floats(m);
 }
 
 static int64_t even_share(int64_t slots, int threads) { return (slots + threads - 1) / threads; }
@@ -244,9 +276,9 @@ int64_t decode_scratch(const decoder *m, int64_t slots, int threads) {
     return together > apart ? together : apart;
 }
 
-/* In panels: what passes through the layers, and this thread's copy of what is normed. */
+/* In panels: what passes through the layers, and this thread's copy of what is normed; and its own for products. */
 typedef struct {
-    float *x, *qkv, *mixed, *inner, *normed;
+    float *x, *qkv, *mixed, *inner, *normed, *own;
 } states;
 
 static states states_in(const decoder *m, int64_t slots, float *scratch, team t) {
@@ -256,6 +288,7 @@ static states states_in(const decoder *m, int64_t slots, float *scratch, team t)
     s.mixed = s.qkv + m->layers[0].qkv.outputs * columns;
     s.inner = s.mixed + m->heads * m->dim * columns;
     s.normed = s.inner + (t.thread + 1) * widest(m) * columns;
+    s.own = s.inner + (t.threads + 1) * widest(m) * columns + t.thread * own_floats(m);
     return s;
 }
 
@@ -270,16 +303,16 @@ static void step(const decoder *m, const batch *b, team t, share mine, const int
     for (int64_t n = 0; n < m->depth; n++) {
         const layer *l = m->layers + n;
         norm_slots(s->x, l->norm_1, s->normed, width, slots, m->eps);
-        product(&l->qkv, s->normed, s->qkv, slots, t, STORED);
+        product(&l->qkv, s->normed, s->qkv, slots, t, s->own, STORED);
         meet(t);
         attend_share(m, b, mine, n, fed, s->qkv, s->mixed);
         meet(t);
-        product(&l->out, s->mixed, s->x, slots, t, ADDED);
+        product(&l->out, s->mixed, s->x, slots, t, s->own, ADDED);
         meet(t);
         norm_slots(s->x, l->norm_2, s->normed, width, slots, m->eps);
-        product(&l->gate_up, s->normed, s->inner, slots, t, GATED);
+        product(&l->gate_up, s->normed, s->inner, slots, t, s->own, GATED);
         meet(t);
-        product(&l->down, s->inner, s->x, slots, t, ADDED);
+        product(&l->down, s->inner, s->x, slots, t, s->own, ADDED);
         meet(t);
     }
     norm_slots(s->x, m->norm, s->normed, width, slots, m->eps);
@@ -360,7 +393,7 @@ static int step_and_sample(const decoder *m, const batch *b, team t, share mine,
     int64_t vocabulary = m->head.outputs, first = b->first, row = fed * d->slots + first;
     float *logits = d->logits + first * vocabulary;
     step(m, b, t, mine, fed ? d->tokens + row - d->slots : d->ids + first, fed, s);
-    product(&m->head, s->normed, logits, b->slots, t, BY_SLOT);
+    product(&m->head, s->normed, logits, b->slots, t, s->own, BY_SLOT);
     meet(t);
     int stopped = 0;
     for (int64_t slot = b->slots * t.thread / t.threads; slot < b->slots * (t.thread + 1) / t.threads; slot++) {
@@ -407,12 +440,46 @@ int64_t decode_and_sample(const decoder *m, const batch *b, const int64_t *ids, 
 /* out [slots][outputs] of x [slots][inputs]. `scratch` has a padded copy of x for each thread. */
 void few_rows(const float *weight, const float *bias, int64_t outputs, int64_t inputs, const float *x, float *out,
               int64_t slots, float *scratch, int threads) {
-    const linear l = {weight, bias, outputs, inputs};
+    const linear l = {(float *)weight, bias, outputs, inputs, 0, 0, 0};
 #pragma omp parallel num_threads(threads)
     {
         const team all = {thread_number(), team_size()};
         float *y = scratch + all.thread * inputs * panels_for(slots) * COLUMNS;
         stand_up(x, y, slots, inputs);
-        product(&l, y, out, slots, all, BY_SLOT);
+        product(&l, y, out, slots, all, 0, BY_SLOT);
+    }
+}
+
+/* Logits [slots][vocabulary] of normed states [slots][width], as `decode` writes them. */
+void head_logits(const decoder *m, const float *hidden, float *logits, int64_t slots, float *scratch, int threads) {
+#pragma omp parallel num_threads(threads)
+    {
+        const team all = {thread_number(), team_size()};
+        const states s = states_in(m, slots, scratch, all);
+        stand_up(hidden, s.normed, slots, m->width);
+        product(&m->head, s.normed, logits, slots, all, s.own, BY_SLOT);
+    }
+}
+
+static void shrink_linear(const linear *l) {
+#pragma omp for nowait
+    for (int64_t row = 0; row < l->outputs; row++) {
+        int64_t at = row * l->inputs;
+        shrink_row(l->original + at, row, l->inputs, l->small, l->scales, l->weight + at);
+    }
+}
+
+/* Rounds all weights anew, from what the originals are now. */
+void shrink(const decoder *m, int threads) {
+#pragma omp parallel num_threads(threads)
+    {
+        for (int64_t n = 0; n < m->depth; n++) {
+            const layer *l = m->layers + n;
+            shrink_linear(&l->qkv);
+            shrink_linear(&l->out);
+            shrink_linear(&l->gate_up);
+            shrink_linear(&l->down);
+        }
+        shrink_linear(&m->head);
     }
 }

@@ -4,27 +4,57 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from headrace.config import Weights
 from headrace.models.causal import Draws
 from headrace.models.llama_cache import LlamaCache
 from headrace.models.native import LEAST_OUTPUTS, Kernels
 
 _LANES = 8
+SMALL_INPUTS = 16
+"""What inputs must be a multiple of for weights in fewer bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rounded:
+    """Room for a weight that is rounded to fewer bits."""
+
+    weight_OI: Tensor
+    """As floats, for many slots: these are no slower then, and need no conversion."""
+    small_OI: Tensor
+    """In those bits, for few slots, where reading the weights is what takes time."""
+    scales_O: Tensor | None
+    """Of bytes."""
+
+    @classmethod
+    def like(cls, weight_OI: Tensor, weights: Weights) -> _Rounded | None:
+        """None for the weights as they are."""
+        if weights == "float32":
+            return None
+        scales_O = torch.empty(weight_OI.shape[0]) if weights == "int8" else None
+        return cls(torch.empty(weight_OI.shape), torch.empty(weight_OI.shape, dtype=getattr(torch, weights)), scales_O)
 
 
 class _Linear(ctypes.Structure):
     _fields_ = (
         ("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p), ("outputs", ctypes.c_int64), ("inputs", ctypes.c_int64),
+        ("original", ctypes.c_void_p), ("small", ctypes.c_void_p), ("scales", ctypes.c_void_p),
     )  # fmt: skip
 
     @classmethod
-    def of(cls, weight_OI: Tensor, bias_O: Tensor | None) -> _Linear:
-        return cls(_address(weight_OI), None if bias_O is None else _address(bias_O), *weight_OI.shape)
+    def of(cls, linear: Any, rounded: _Rounded | None) -> _Linear:
+        weight, bias = _address(linear.weight), None if linear.bias is None else _address(linear.bias)
+        shape = linear.weight.shape
+        if rounded is None:
+            return cls(weight, bias, *shape, None, None, None)
+        scales = None if rounded.scales_O is None else _address(rounded.scales_O)
+        return cls(_address(rounded.weight_OI), bias, *shape, weight, rounded.small_OI.data_ptr(), scales)
 
 
 class _Layer(ctypes.Structure):
@@ -34,8 +64,8 @@ class _Layer(ctypes.Structure):
     )  # fmt: skip
 
     @classmethod
-    def of(cls, layer: Any) -> _Layer:
-        linears = [_Linear.of(linear.weight, linear.bias) for linear in layer.linears]
+    def of(cls, layer: Any, rounded: Sequence[_Rounded | None]) -> _Layer:
+        linears = [_Linear.of(*given) for given in zip(layer.linears, rounded, strict=True)]
         norms = (layer.norm_1, layer.norm_2, layer.q_norm, layer.k_norm)
         return cls(*linears, *(None if norm is None else _address(norm.weight) for norm in norms))
 
@@ -61,7 +91,10 @@ Angles = tuple[Tensor, Tensor]
 
 
 class Decoder:
-    """Reads the weights where they lie: they may change between two calls, but not move."""
+    """Reads the weights where they lie: they may change between two calls, but not move.
+
+    Or reads them rounded to fewer bits, as they were at the last call of `shrink`.
+    """
 
     def __init__(
         self,
@@ -73,14 +106,24 @@ class Decoder:
         embedding: Tensor,
         norm: Any,
         head: Any,
+        weights: Weights = "float32",
     ) -> None:
         self._library = kernels.library
         self._width = embedding.shape[1]
+        self._rounded = [[_Rounded.like(linear.weight, weights) for linear in layer.linears] for layer in layers]
+        self._rounded_head = _Rounded.like(head.weight, weights)
+        each = [_Layer.of(*given) for given in zip(layers, self._rounded, strict=True)]
         self._shape = _Shape(
-            (_Layer * len(layers))(*(_Layer.of(layer) for layer in layers)), len(layers), self._width, heads, kv_heads,
-            dim, _address(embedding), _address(norm.weight), _Linear.of(head.weight, head.bias), norm.variance_epsilon,
+            (_Layer * len(layers))(*each), len(layers), self._width, heads, kv_heads, dim, _address(embedding),
+            _address(norm.weight), _Linear.of(head, self._rounded_head), norm.variance_epsilon,
         )  # fmt: skip
         self._pointers = ctypes.c_void_p * len(layers)
+        self.shrink()
+
+    def shrink(self) -> None:
+        """Round the weights anew, if they are rounded."""
+        if self._rounded_head is not None:
+            self._library.shrink(ctypes.byref(self._shape), torch.get_num_threads())
 
     def decode(self, ids_B: Tensor, lengths_B: Tensor, angles_Pd: Angles, cache: LlamaCache) -> Tensor:
         """The normed states [B, D]; keys and values of the new tokens are written where the slots end."""
@@ -93,6 +136,16 @@ class Decoder:
         )  # fmt: skip
         _require_room(not full, cache, lengths_B)
         return hidden_BD
+
+    def logits(self, hidden_BD: Tensor) -> Tensor:
+        """Of what `decode` returned."""
+        slots, scratch = len(hidden_BD), self._scratch(len(hidden_BD))
+        logits_BV = torch.empty(slots, self._shape.head.outputs)
+        self._library.head_logits(
+            ctypes.byref(self._shape), _address(hidden_BD), logits_BV.data_ptr(), slots, scratch.data_ptr(),
+            torch.get_num_threads(),
+        )  # fmt: skip
+        return logits_BV
 
     def decode_and_sample(
         self, ids_B: Tensor, lengths_B: Tensor, angles_Pd: Angles, cache: LlamaCache, draws: Draws
@@ -138,8 +191,16 @@ def _whole_numbers(x: Tensor) -> int:
 
 def fits(layers: Sequence[Any], head: Any, dim: int) -> bool:
     """Whether the kernel can decode with such layers."""
-    linears = [head, *(linear for layer in layers for linear in layer.linears)]
-    return dim % _LANES == 0 and all(min(linear.sizes) >= LEAST_OUTPUTS for linear in linears)
+    return dim % _LANES == 0 and all(min(linear.sizes) >= LEAST_OUTPUTS for linear in _linears(layers, head))
+
+
+def fits_small(layers: Sequence[Any], head: Any) -> bool:
+    """Whether it can with weights in fewer bits, too."""
+    return all(linear.weight.shape[1] % SMALL_INPUTS == 0 for linear in _linears(layers, head))
+
+
+def _linears(layers: Sequence[Any], head: Any) -> list[Any]:
+    return [head, *(linear for layer in layers for linear in layer.linears)]
 
 
 def _address(x: Tensor) -> int:
