@@ -3,7 +3,8 @@
  * Activations stand in panels of COLUMNS slots side by side, feature by feature ([panels][features][COLUMNS], padded with
  * zeros), so that a product multiplies vectors of slots by single weights: rows of a weight are read as they lie in
  * memory, once, and nothing is laid out beforehand. A slot's numbers never depend on the other slots or on the number
- * of threads: each is summed up by one thread, in one order.
+ * of threads: each is summed up by one thread, in one order. Only with small weights (small.h), few slots are summed up in
+ * another order than many.
  */
 
 #include "small.h"

@@ -15,11 +15,6 @@
 #define AT_ONCE 4 /* of those slots */
 #define MOST_BYTE 127.0f
 
-/* Features of eight slots side by side, from panels to rows of `stride`. */
-static void lay_down(const float *columns, int64_t features, float *rows, int64_t stride) {
-    for (int64_t i = 0; i < features; i += LANES) turn_eight(columns + i * COLUMNS, COLUMNS, rows + i, stride);
-}
-
 /* WIDE weights from number `at` on; bytes are without their scale. Compilers do not see by themselves that there are single
  * instructions for it. */
 INLINE wide weights_at(const void *small, int64_t at, const int scaled) {

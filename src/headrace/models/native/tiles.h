@@ -96,3 +96,8 @@ static inline void turn_eight(const float *from, int64_t from_stride, float *to,
         *(lanes *)(to + (j + 4) * to_stride) = SHUFFLE(v[j], v[j + 4], 4, 5, 6, 7, 12, 13, 14, 15);
     }
 }
+
+/* Features of eight slots side by side, from panels to rows of `stride`. */
+static inline void lay_down(const float *columns, int64_t features, float *rows, int64_t stride) {
+    for (int64_t i = 0; i < features; i += LANES) turn_eight(columns + i * COLUMNS, COLUMNS, rows + i, stride);
+}
