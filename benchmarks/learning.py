@@ -34,6 +34,7 @@ class Recipe:
 OFF_POLICY = ("--trainer.updates_per_batch=4", "--trainer.steps=60", "--eval.every=20")
 RECIPES = {
     "grpo": Recipe("countdown.toml"),
+    "int8": Recipe("countdown.toml", ("--engine.weights=int8",)),
     "rloo": Recipe("countdown.toml", ("--algorithm.estimator=rloo",)),
     "ppo_clip": Recipe("countdown.toml", OFF_POLICY),
     "gspo": Recipe("countdown.toml", ("--algorithm.loss=gspo", *OFF_POLICY)),
