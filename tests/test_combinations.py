@@ -25,12 +25,17 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "rounded weights, nothing corrected for",
         {"engine": {"weights": "int8"}, "algorithm": {"proximal": "recompute"}},
-        'engine.weights = "int8" samples from another .*; set algorithm.correction.name = "tis", or proximal',
+        'engine.weights = "int8" samples from another .*; set algorithm.correction.name = "tis", or algorithm.proximal',
     ),
     (
         "rounded weights, no ratio",
         {"engine": {"weights": "bfloat16"}, "algorithm": {"loss": "reinforce"}},
-        'which loss "reinforce" does not correct for; use loss "importance_sampling"',
+        'which loss reinforce does not correct for; use loss "importance_sampling", or set algorithm.correction.name',
+    ),
+    (
+        "rounded weights, imitated",
+        {"engine": {"weights": "int8"}, "algorithm": {"loss": "cross_entropy"}},
+        "which loss cross_entropy does not correct for",
     ),
     (
         "rounded weights to the bit",
@@ -40,7 +45,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "rounded weights under adapters",
         {"engine": {"weights": "int8"}, "model": {"lora": {"rank": 4}}},
-        "not with adapters or other types; remove it",
+        "needs model.lora.rank = 0, got 4; change one of them",
     ),
     ("greedy rollouts", {"rollout": {"temperature": 0}}, "temperature must be above 0"),
     ("more trajectories than rollouts", {"filters": {"min_trajectories": 9}}, "lower it or raise rollout.group_size"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import warnings
 from collections.abc import Callable, Iterator
@@ -29,6 +30,7 @@ _KNOBS = {
 _BOUNDED = ("tis", "icepop", "sequence_mask")
 _CORRECTION_KNOBS = {"level": ("tis",), "low": _BOUNDED, "high": _BOUNDED, "floor": ("veto",)}
 _READ_OLD_LOGPROBS = {"ppo_clip", "gspo", "cispo"}
+_WITHOUT_RATIO = {"reinforce", "cross_entropy", "dpo"}
 _READ_NO_REWARD = {"distill", "constant"}
 
 
@@ -180,24 +182,21 @@ def _sampled_otherwise(config: RunConfig) -> Iterator[str]:
     if config.engine.weights == "float32":
         return
     if config.run.deterministic:
-        yield f"{setting} rounds differently for few sequences than for many, against run.deterministic; remove one"
-    if config.model.lora.rank or config.model.dtype != "float32" or not config.model.fast_path:
-        yield (
-            f"{setting} goes with all weights in float32 and model.fast_path, not with adapters or other types; "
-            f"remove it"
-        )
+        yield f"{setting} rounds otherwise for few sequences than for many, against run.deterministic; remove one"
+    model = config.model
+    given = {"lora.rank": model.lora.rank, "dtype": model.dtype, "fast_path": model.fast_path}
+    for key, usual in {"lora.rank": 0, "dtype": "float32", "fast_path": True}.items():
+        if given[key] != usual:
+            yield f"{setting} needs model.{key} = {json.dumps(usual)}, got {json.dumps(given[key])}; change one of them"
     if algorithm.objective != "rl" or algorithm.correction.name != "none":
         return
-    if algorithm.proximal == "recompute":
-        yield (
-            f"{setting} samples from another distribution than the learner's, which nothing corrects for with "
-            f'algorithm.proximal = "recompute" alone; set algorithm.correction.name = "tis", or proximal = "sampler"'
-        )
-    elif "reinforce" in chosen(algorithm, "loss"):
-        yield (
-            f'{setting} samples from another distribution than the learner\'s, which loss "reinforce" does not '
-            f'correct for; use loss "importance_sampling"'
-        )
+    differs = f"{setting} samples from another distribution than the learner's, which"
+    correct = 'algorithm.correction.name = "tis"'
+    if without := sorted(chosen(algorithm, "loss") & _WITHOUT_RATIO):
+        uncorrected = f"loss {', '.join(without)} does not correct for"
+        yield f'{differs} {uncorrected}; use loss "importance_sampling", or set {correct} and proximal = "recompute"'
+    elif algorithm.proximal == "recompute":
+        yield f'{differs} nothing corrects for; set {correct}, or algorithm.proximal = "sampler"'
 
 
 def _sums(config: RunConfig) -> Iterator[str]:
@@ -353,7 +352,7 @@ def _reuse(config: RunConfig) -> Iterator[str]:
             f"produce.reuse {config.produce.reuse} trains groups again that are up to {config.produce.reuse - 1} "
             f"versions old, and trainer.max_staleness is {bound}; raise it"
         )
-    without = sorted(losses & {"reinforce", "cross_entropy", "dpo"})
+    without = sorted(losses & _WITHOUT_RATIO)
     if config.algorithm.objective != "rl" or without:
         what = f"loss {', '.join(without)}" if without else f"objective {config.algorithm.objective}"
         yield f"produce.reuse needs a loss that corrects for what has changed, and {what} does not; set it to 1"
