@@ -128,9 +128,8 @@ class EngineSection(Section):
     health_every_s: float = Field(default=2.0, gt=0)
     """Seconds between two looks at the engine's health."""
     weights: Weights = "float32"
-    """What replies are decoded with: the weights as they are, or a copy in fewer bits, made at each publication, which
-    is read faster while few sequences are decoded. Tokens carry the log-probabilities of what really sampled them, and
-    the loss must correct for the difference; prompts are always read with the weights as they are."""
+    """What replies are decoded with: the weights as they are, or rounded to fewer bits at each publication, which are
+    read faster while few sequences are decoded. The loss must correct for the difference."""
     cache_on_publish: Literal["keep", "recompute"] = "keep"
     """What new weights do to the keys and values of sequences in flight: those of the old weights are kept, or all are
     computed again."""
