@@ -41,3 +41,13 @@ def forks() -> Iterator[ForkServer]:
     server = ForkServer()
     yield server
     server.close()
+
+
+@pytest.fixture
+def threads_as_before() -> Iterator[None]:
+    """For tests that set the number of threads."""
+    import torch  # after the environment above, and only where it is needed
+
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)

@@ -22,14 +22,10 @@ from headrace.models.packed import PackedRows
 KINDS = ["llama", "llama_biases", "llama_ungrouped_tied", "qwen2", "qwen3"]
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
-pytestmark = pytest.mark.skipif(native.kernels() is None, reason="no native kernels on this machine")
-
-
-@pytest.fixture(autouse=True)
-def threads_as_before() -> Any:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+pytestmark = [
+    pytest.mark.skipif(native.kernels() is None, reason="no native kernels on this machine"),
+    pytest.mark.usefixtures("threads_as_before"),
+]
 
 
 def make(hf_model: Any, decoder: bool = True) -> LlamaModel:

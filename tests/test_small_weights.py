@@ -26,14 +26,10 @@ from test_torch_engine import TorchEngineContract
 
 SMALL: list[Weights] = ["bfloat16", "int8"]
 
-pytestmark = pytest.mark.skipif(native.kernels() is None, reason="no native kernels on this machine")
-
-
-@pytest.fixture(autouse=True)
-def threads_as_before() -> Any:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+pytestmark = [
+    pytest.mark.skipif(native.kernels() is None, reason="no native kernels on this machine"),
+    pytest.mark.usefixtures("threads_as_before"),
+]
 
 
 def rounded(weight_OI: Tensor, weights: Weights) -> Tensor:
