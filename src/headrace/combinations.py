@@ -6,6 +6,7 @@ import json
 import math
 import warnings
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 
 from headrace.config import AlgorithmSection, DistillSection, DpoSection, RunConfig, Section, SftSection
 from headrace.errors import ConfigError
@@ -183,18 +184,16 @@ def _sampled_otherwise(config: RunConfig) -> Iterator[str]:
         return
     if config.run.deterministic:
         yield f"{setting} rounds otherwise for few sequences than for many, against run.deterministic; remove one"
-    model = config.model
-    given = {"lora.rank": model.lora.rank, "dtype": model.dtype, "fast_path": model.fast_path}
-    for key, usual in {"lora.rank": 0, "dtype": "float32", "fast_path": True}.items():
-        if given[key] != usual:
-            yield f"{setting} needs model.{key} = {json.dumps(usual)}, got {json.dumps(given[key])}; change one of them"
+    for key, usual in (("lora.rank", 0), ("dtype", "float32"), ("fast_path", True)):
+        if (given := attrgetter(key)(config.model)) != usual:
+            yield f"{setting} needs model.{key} = {json.dumps(usual)}, got {json.dumps(given)}; change one of them"
     if algorithm.objective != "rl" or algorithm.correction.name != "none":
         return
     differs = f"{setting} samples from another distribution than the learner's, which"
     correct = 'algorithm.correction.name = "tis"'
-    if without := sorted(chosen(algorithm, "loss") & _WITHOUT_RATIO):
-        uncorrected = f"loss {', '.join(without)} does not correct for"
-        yield f'{differs} {uncorrected}; use loss "importance_sampling", or set {correct} and proximal = "recompute"'
+    if without := ", ".join(sorted(chosen(algorithm, "loss") & _WITHOUT_RATIO)):
+        other = f'use loss "importance_sampling", or set {correct} and proximal = "recompute"'
+        yield f"{differs} loss {without} does not correct for; {other}"
     elif algorithm.proximal == "recompute":
         yield f'{differs} nothing corrects for; set {correct}, or algorithm.proximal = "sampler"'
 
