@@ -76,7 +76,8 @@ def test_logits_are_those_of_the_rounded_weights(kind: str, weights: Weights, co
 def test_several_steps_at_once_are_the_same_to_the_bit(weights: Weights, threads: int) -> None:
     model = small_model(tiny.tiny_model("qwen3"), weights)
     torch.set_num_threads(threads)
-    for rows in (tiny.random_rows(5), tiny.random_rows(*range(1, 9)), tiny.random_rows(*range(1, 21))):
+    for slots in (1, 8, 12, 17, 20):  # threads with slots of their own may have few of many
+        rows = tiny.random_rows(*range(2, 2 + slots))
         assert sampled_at_once(model, rows, 7) == sampled_one_by_one(model, rows, 7)
 
 

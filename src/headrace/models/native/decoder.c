@@ -110,12 +110,12 @@ INLINE void end_tile(const linear *l, const tile_rows *at, wide (*sums)[2], floa
 }
 
 /* This thread's share of the outputs of a product. GATED: silu(first half) * second half. BY_SLOT: to
- * [slots][outputs]; else to panels. Few slots are multiplied by the small weights, and laid down for it in `own`, this
- * thread's scratch. */
+ * [slots][outputs]; else to panels. With `own`, this thread's scratch, slots are laid down there and multiplied by the
+ * small weights. */
 INLINE void product(const linear *l, const float *x, float *to, int64_t slots, team t, float *own, const ending how) {
     int64_t outputs = how == GATED ? l->outputs / 2 : l->outputs, step = how == GATED ? TILE / 2 : TILE;
     int64_t tiles = (outputs + step - 1) / step, inputs = l->inputs;
-    int few = l->small && slots <= FEW;
+    int few = l->small && own;
     if (few) lay_down(x, inputs, own, inputs);
     for (int64_t tile = tiles * t.thread / t.threads; tile < tiles * (t.thread + 1) / t.threads; tile++) {
         const tile_rows at = rows_of_tile(tile, outputs, how);
@@ -277,19 +277,20 @@ int64_t decode_scratch(const decoder *m, int64_t slots, int threads) {
     return together > apart ? together : apart;
 }
 
-/* In panels: what passes through the layers, and this thread's copy of what is normed; and its own for products. */
+/* In panels: what passes through the layers, and this thread's copy of what is normed; and its own for products, null
+ * where the whole batch is not of few slots: how a slot is summed up must not depend on how many a thread has of it. */
 typedef struct {
     float *x, *qkv, *mixed, *inner, *normed, *own;
 } states;
 
-static states states_in(const decoder *m, int64_t slots, float *scratch, team t) {
+static states states_in(const decoder *m, int64_t slots, float *scratch, team t, int few) {
     int64_t columns = panels_for(slots) * COLUMNS;
     states s = {.x = scratch};
     s.qkv = s.x + m->width * columns;
     s.mixed = s.qkv + m->layers[0].qkv.outputs * columns;
     s.inner = s.mixed + m->heads * m->dim * columns;
     s.normed = s.inner + (t.thread + 1) * widest(m) * columns;
-    s.own = s.inner + (t.threads + 1) * widest(m) * columns + t.thread * own_floats(m);
+    s.own = few ? s.inner + (t.threads + 1) * widest(m) * columns + t.thread * own_floats(m) : 0;
     return s;
 }
 
@@ -327,7 +328,7 @@ static int has_room(const batch *b, int64_t steps) {
 
 /* Unused columns of what attention writes into: they are multiplied along with the others. */
 static void clear(const decoder *m, int64_t slots, float *scratch) {
-    states s = states_in(m, slots, scratch, (team){0, 1});
+    states s = states_in(m, slots, scratch, (team){0, 1}, 0);
     memset(s.mixed, 0, sizeof(float) * m->heads * m->dim * panels_for(slots) * COLUMNS);
 }
 
@@ -338,7 +339,7 @@ int decode(const decoder *m, const batch *b, const int64_t *ids, float *scratch,
 #pragma omp parallel num_threads(threads)
     {
         const team all = {thread_number(), team_size()};
-        const states s = states_in(m, b->slots, scratch, all);
+        const states s = states_in(m, b->slots, scratch, all, b->slots <= FEW);
         step(m, b, all, share_of(m, b, all), ids, 0, &s);
 #pragma omp for
         for (int64_t slot = 0; slot < b->slots; slot++)
@@ -421,7 +422,7 @@ int64_t decode_and_sample(const decoder *m, const batch *b, const int64_t *ids, 
         const team t = apart ? (team){0, 1} : (team){thread, team_threads};
         const batch part = apart ? part_of(b, thread, team_threads) : *b;
         float *own = apart ? scratch + thread * scratch_for(m, even_share(b->slots, team_threads), 1) : scratch;
-        const states s = states_in(m, part.slots, own, t);
+        const states s = states_in(m, part.slots, own, t, b->slots <= FEW);
         const share mine = share_of(m, &part, t);
         if (t.thread == 0) clear(m, part.slots, own);
 #pragma omp barrier
@@ -456,7 +457,7 @@ void head_logits(const decoder *m, const float *hidden, float *logits, int64_t s
 #pragma omp parallel num_threads(threads)
     {
         const team all = {thread_number(), team_size()};
-        const states s = states_in(m, slots, scratch, all);
+        const states s = states_in(m, slots, scratch, all, slots <= FEW);
         stand_up(hidden, s.normed, slots, m->width);
         product(&m->head, s.normed, logits, slots, all, s.own, BY_SLOT);
     }
