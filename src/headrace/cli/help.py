@@ -88,10 +88,11 @@ def _default(field: FieldInfo) -> str:
 
 def _type(field: FieldInfo) -> str:
     bounds = [
-        f"{sign} {getattr(rule, name)}"
+        f"{sign} {bound}"
         for rule in field.metadata
         for name, sign in _BOUNDS.items()
-        if getattr(rule, name, None) is not None
+        if (bound := getattr(rule, name, None)) is not None
+        and (name in ("ge", "gt") or bound <= 1)  # higher ones only catch slips of the hand
     ]
     return f"{_annotation(field.annotation)} {', '.join(bounds)}".strip()
 

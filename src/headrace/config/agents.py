@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from headrace.config.base import Section
+from headrace.config.base import LONGEST_S, MOST_TOKENS, Section
 
 
 class WorkflowSection(Section):
@@ -32,11 +32,11 @@ class JudgeSection(Section):
     routes: dict[str, dict[str, Any]] = {}
     """Source of the task to its judger, {name = ..., args = {...}}; "*" for every other source. Instead of
     workflow.judger."""
-    concurrency: int = Field(default=64, ge=1)
+    concurrency: int = Field(default=64, ge=1, le=65_536)
     """Episodes judged at once."""
-    timeout_s: float = Field(default=120.0, gt=0)
+    timeout_s: float = Field(default=120.0, gt=0, le=LONGEST_S)
     """Longest duration of judging one episode, waiting for a free place not counted."""
-    retries: int = Field(default=2, ge=0)
+    retries: int = Field(default=2, ge=0, le=1000)
     """How often judging is tried again if infrastructure failed: a connection, a time-out, a sandbox."""
     on_failure: Literal["fail_episode", "stop"] = "fail_episode"
     """What a judger's failure does: the episode fails (it does not count as wrong), or the run ends."""
@@ -53,9 +53,9 @@ class GatewaySection(Section):
     """What clients must send as API key; "$NAME" takes it from the environment, so that it is not written to disk."""
     public_host: str | None = None
     """Name under which programs elsewhere reach this machine; empty for host."""
-    max_body_mb: float = Field(default=32.0, gt=0)
+    max_body_mb: float = Field(default=32.0, gt=0, le=65_536)
     """Largest request, in MB."""
-    keep_alive_s: float = Field(default=10.0, gt=0)
+    keep_alive_s: float = Field(default=10.0, gt=0, le=LONGEST_S)
     """Seconds between signs of life to a client that waits for a streamed reply."""
     unsupported: Literal["refuse", "warn"] = "refuse"
     """What is done about fields of a request that cannot be honoured: the request is refused, or it is answered
@@ -81,29 +81,29 @@ def _is_loopback(host: str) -> bool:
 class RolloutSection(Section):
     """How tasks are rolled out."""
 
-    group_size: int = Field(default=8, ge=1)
+    group_size: int = Field(default=8, ge=1, le=4096)
     """Rollouts of each task, compared with each other."""
-    temperature: float = Field(default=1.0, ge=0)
+    temperature: float = Field(default=1.0, ge=0, le=100)
     """Sampling temperature; the learner scales its logits the same way."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling; 1 samples from the whole distribution."""
-    top_k: int = Field(default=0, ge=0)
+    top_k: int = Field(default=0, ge=0, le=MOST_TOKENS)
     """Sample among the k likeliest tokens; 0 for all."""
-    max_tokens: int = Field(default=256, ge=1)
+    max_tokens: int = Field(default=256, ge=1, le=MOST_TOKENS)
     """Longest response, in tokens, of one model call that sets no limit of its own."""
     stop: tuple[str, ...] = ()
     """Strings that end a response; the tokenizer's end-of-sequence token always does."""
-    max_concurrent: int = Field(default=256, ge=1)
+    max_concurrent: int = Field(default=256, ge=1, le=65_536)
     """Episodes in flight at once."""
-    timeout_s: float = Field(default=600.0, gt=0)
+    timeout_s: float = Field(default=600.0, gt=0, le=LONGEST_S)
     """Longest duration of one episode; over it, the episode fails with reason "timeout"."""
-    max_turns: int | None = Field(default=None, ge=1)
+    max_turns: int | None = Field(default=None, ge=1, le=1_000_000)
     """Most model calls of one episode; one more ends it with reason "turns". Empty for no limit."""
-    max_episode_tokens: int | None = Field(default=None, ge=1)
+    max_episode_tokens: int | None = Field(default=None, ge=1, le=MOST_TOKENS)
     """Most tokens sampled in one episode, over all its calls; then it ends with reason "tokens". Empty for no limit."""
-    max_tool_calls: int | None = Field(default=None, ge=1)
+    max_tool_calls: int | None = Field(default=None, ge=1, le=1_000_000)
     """Most tool calls of one episode; one more ends it with reason "tools". Empty for no limit."""
-    retries: int = Field(default=2, ge=0)
+    retries: int = Field(default=2, ge=0, le=1000)
     """How often an episode is started again if infrastructure failed (a connection, a server, a sandbox). Failures of
     your own code are not tried again."""
 
@@ -116,16 +116,16 @@ class EngineSection(Section):
 
     name: str = "torch"
     """A registered rollout engine; backend "local" samples with "torch"."""
-    max_batch: int = Field(default=128, ge=1)
+    max_batch: int = Field(default=128, ge=1, le=65_536)
     """Sequences decoded together."""
-    max_model_length: int | None = Field(default=None, ge=2)
+    max_model_length: int | None = Field(default=None, ge=2, le=MOST_TOKENS)
     """Longest prompt plus response, in tokens; empty takes the model's own limit."""
-    prefill_tokens: int = Field(default=8192, ge=1)
+    prefill_tokens: int = Field(default=8192, ge=1, le=MOST_TOKENS)
     """Prompt tokens computed at once."""
-    kept_tokens: int = Field(default=16384, ge=0)
+    kept_tokens: int = Field(default=16384, ge=0, le=MOST_TOKENS)
     """Tokens of ended replies whose keys and values are kept for the next turn of their conversations. None are kept
     before a first prompt goes on from a reply, nor with run.deterministic."""
-    health_every_s: float = Field(default=2.0, gt=0)
+    health_every_s: float = Field(default=2.0, gt=0, le=LONGEST_S)
     """Seconds between two looks at the engine's health."""
     weights: Weights = "float32"
     """What replies are decoded with: the weights as they are, or rounded to fewer bits at each publication, which are
@@ -133,5 +133,5 @@ class EngineSection(Section):
     cache_on_publish: Literal["keep", "recompute"] = "keep"
     """What new weights do to the keys and values of sequences in flight: those of the old weights are kept, or all are
     computed again."""
-    threads: int = Field(default=0, ge=0)
+    threads: int = Field(default=0, ge=0, le=4096)
     """Threads of a separate engine; 0 takes half the cores, and leaves the others to the learner."""

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from headrace.config.base import Section
+from headrace.config.base import MOST_STEPS, MOST_TOKENS, Section
 
 
 class RoleSection(Section):
@@ -28,18 +28,18 @@ class CorrectionSection(Section):
     outside, veto drops sequences with a token below the floor. All need algorithm.proximal = "recompute"."""
     level: Literal["token", "sequence"] = "token"
     """tis: weigh each token, or each sequence by the product over its tokens."""
-    low: float = Field(default=0.0, ge=0)
+    low: float = Field(default=0.0, ge=0, le=1e6)
     """Smallest weight."""
-    high: float = Field(default=2.0, gt=0)
+    high: float = Field(default=2.0, gt=0, le=1e6)
     """Largest weight."""
-    floor: float = Field(default=1e-4, gt=0)
+    floor: float = Field(default=1e-4, gt=0, le=1)
     """veto: a sequence with a token whose weight is below this is not trained."""
 
 
 class KlSection(Section):
     """Keeps the policy near a frozen reference, which is loaded only if this is used."""
 
-    coef: float = Field(default=0.0, ge=0)
+    coef: float = Field(default=0.0, ge=0, le=1e6)
     """Strength; 0 turns it off."""
     kind: Literal["k1", "k2", "k3", "abs"] = "k3"
     """Estimate of the divergence. With d = log policy - log reference: k1 d, k2 d²/2, k3 exp(-d) - 1 + d, abs |d|."""
@@ -57,7 +57,7 @@ class AlgorithmSection(Section):
     """How rewards become advantages: a name from `headrace algorithms` or "module:function"."""
     normalize_by_std: bool = True
     """grpo: divide by the group's standard deviation; false is Dr. GRPO."""
-    pass_k: int = Field(default=2, ge=1)
+    pass_k: int = Field(default=2, ge=1, le=4096)
     """pkpo: the k of the pass@k that is optimised."""
     gamma: float = Field(default=1.0, ge=0, le=1)
     """gae: discount of future rewards."""
@@ -65,29 +65,29 @@ class AlgorithmSection(Section):
     """gae: weight of longer returns."""
     value_head: bool = False
     """gae: train a value head on the model's hidden states."""
-    value_coef: float = Field(default=0.5, ge=0)
+    value_coef: float = Field(default=0.5, ge=0, le=1e6)
     """gae: weight of the value loss."""
     use_precomputed_advantage: bool = False
     """Use the advantages that a workflow wrote into its Steps; groups without any fall back to the estimator."""
     loss: str = "ppo_clip"
     """How advantages become a loss: a name from `headrace algorithms` or "module:function"."""
-    clip_low: float = Field(default=0.2, ge=0)
+    clip_low: float = Field(default=0.2, ge=0, le=1e6)
     """ppo_clip, gspo, cispo: the ratio is clipped below 1 - clip_low."""
-    clip_high: float = Field(default=0.2, ge=0)
+    clip_high: float = Field(default=0.2, ge=0, le=1e6)
     """ppo_clip, gspo, cispo: the ratio is clipped above 1 + clip_high."""
-    dual_clip: float | None = Field(default=None, gt=1)
+    dual_clip: float | None = Field(default=None, gt=1, le=1e6)
     """ppo_clip, gspo: bound on the ratio where the advantage is negative; empty for none."""
-    dppo_delta: float = Field(default=0.2, gt=0)
+    dppo_delta: float = Field(default=0.2, gt=0, le=1e6)
     """dppo_tv, dppo_kl: a token that has moved further than this, and is to move on, is dropped."""
     proximal: Literal["sampler", "recompute"] = "sampler"
     """Denominator of the ratio: the sampler's log-probabilities, or the learner's own at the start of the batch."""
-    entropy_coef: float = 0.0
+    entropy_coef: float = Field(default=0.0, ge=-1e6, le=1e6)
     """Entropy bonus: this times the entropy is taken off the loss of each token."""
     aggregation: Literal[
         "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "token_sum", "constant"
     ] = "token_mean"
     """How token losses are averaged over the whole optimizer step."""
-    aggregation_length: int = Field(default=1024, ge=1)
+    aggregation_length: int = Field(default=1024, ge=1, le=MOST_TOKENS)
     """The fixed length that aggregation "constant" divides by."""
     correction: CorrectionSection = CorrectionSection()
     """Correction for the difference between sampler and learner."""
@@ -112,22 +112,22 @@ class DistillSection(Section):
 
     teacher: str = "initial"
     """"initial" is the policy as the run began; or another model, whose tokenizer may differ."""
-    refresh_every: int = Field(default=0, ge=0)
+    refresh_every: int = Field(default=0, ge=0, le=MOST_STEPS)
     """Copy the policy into the teacher every so many versions; 0 keeps the teacher fixed."""
-    coef: float = Field(default=1.0, gt=0)
+    coef: float = Field(default=1.0, gt=0, le=1e6)
     """Advantage of a token: this times (log teacher - log student)."""
     discount: float = Field(default=0.0, ge=0, le=1)
     """Add the discounted advantages of the tokens that follow; 0 for none."""
-    clip: float | None = Field(default=None, gt=0)
+    clip: float | None = Field(default=None, gt=0, le=1e6)
     """Largest size of an advantage; empty for none."""
 
 
 class DpoSection(Section):
     """Preference pairs, for objective "dpo"."""
 
-    beta: float = Field(default=0.1, gt=0)
+    beta: float = Field(default=0.1, gt=0, le=1e6)
     """Strength of the pull to the reference."""
-    min_reward_gap: float = Field(default=0.0, ge=0)
+    min_reward_gap: float = Field(default=0.0, ge=0, le=1e9)
     """Pairs whose rewards differ by less are skipped."""
     drop_ties: bool = True
     """Skip groups whose best and worst rewards are equal; false trains the first against the last of them."""
@@ -136,14 +136,14 @@ class DpoSection(Section):
 class SftSection(Section):
     """A supervised term beside reinforcement learning."""
 
-    coef: float = Field(default=0.0, ge=0)
+    coef: float = Field(default=0.0, ge=0, le=1e6)
     """Weight of the mean cross-entropy of the demonstrations; 0 turns it off."""
     tasks: str = ""
     """Where the demonstrations come from: a registered source, a .jsonl file or "module:function"; tasks whose messages
     have assistant turns."""
     args: dict[str, Any] = {}
     """Keyword arguments of the source."""
-    batch_size: int = Field(default=16, ge=1)
+    batch_size: int = Field(default=16, ge=1, le=65_536)
     """Demonstrations per optimizer step."""
 
 
@@ -152,12 +152,12 @@ class FilterSection(Section):
 
     drop_uniform: bool = False
     """Drop groups whose rewards are all equal (their advantages are 0), and roll out others until the batch is full."""
-    min_trajectories: int = Field(default=1, ge=1)
+    min_trajectories: int = Field(default=1, ge=1, le=4096)
     """Drop groups in which fewer trajectories are left (after failures and dropped terminations)."""
     drop_terminations: tuple[Literal["length", "turns", "tokens", "tools", "timeout"], ...] = ()
     """Episodes that ended for one of these reasons without failing are not trained; failed ones never are."""
-    min_partial_tasks: int = Field(default=0, ge=0)
+    min_partial_tasks: int = Field(default=0, ge=0, le=65_536)
     """Rejection sampling: add batches to the step until so many of its tasks are solved by some rollouts and not by
     others; 0 turns it off."""
-    most_replacements: int = Field(default=100, ge=1)
+    most_replacements: int = Field(default=100, ge=1, le=1_000_000)
     """How many groups (or added batches) in a row may come to nothing before the run ends with the reason."""

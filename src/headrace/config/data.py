@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from headrace.config.base import Section
+from headrace.config.base import MOST_STEPS, MOST_TOKENS, Section
 
 _TASK_FIELDS = ("id", "messages", "instruction", "answer", "source", "metadata")
 
@@ -48,7 +48,7 @@ class SourceSection(Section):
 class MixtureSection(SourceSection):
     """One source of a mixture."""
 
-    weight: float = Field(default=1.0, gt=0)
+    weight: float = Field(default=1.0, gt=0, le=1e6)
     """Its share of the tasks drawn, relative to the other sources' weights."""
 
 
@@ -77,7 +77,7 @@ class DataSection(SourceSection):
     """Several sources by name, drawn by weight, in place of data.tasks."""
     curriculum: CurriculumSection = CurriculumSection()
     """Draw tasks more often whose success rate is near a target."""
-    holdout: int | float = Field(default=0, ge=0)
+    holdout: int | float = Field(default=0, ge=0, le=1_000_000_000)
     """Tasks that are not trained, as a share (0.1) or a number (200), for an evaluation set with tasks = "holdout". The
     split is by what is asked: the same question never stands on both sides."""
     on_bad_row: Literal["stop", "skip"] = "stop"
@@ -113,15 +113,15 @@ class EvalSet(SourceSection):
 
     tasks: str
     """The same as data.tasks, or "holdout": what data.holdout keeps from training (args = { count = N } takes N)."""
-    attempts: int = Field(default=1, ge=1)
+    attempts: int = Field(default=1, ge=1, le=65_536)
     """Rollouts of each task; pass@k and avg@k are reported up to this k."""
-    temperature: float = Field(default=0.0, ge=0)
+    temperature: float = Field(default=0.0, ge=0, le=100)
     """Sampling temperature; 0 is greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling; 1 samples from the whole distribution."""
-    max_tokens: int | None = Field(default=None, ge=1)
+    max_tokens: int | None = Field(default=None, ge=1, le=MOST_TOKENS)
     """Longest response; empty takes rollout.max_tokens."""
-    limit: int | None = Field(default=None, ge=1)
+    limit: int | None = Field(default=None, ge=1, le=1_000_000_000)
     """Take only the first so many tasks; empty takes all."""
     workflow: str | None = None
     """A workflow of its own; empty takes the run's."""
@@ -146,7 +146,7 @@ class EvalSet(SourceSection):
 class EvalSection(Section):
     """When and on what the policy is evaluated."""
 
-    every: int = Field(default=0, ge=0)
+    every: int = Field(default=0, ge=0, le=MOST_STEPS)
     """Evaluate every so many steps; 0 only before and after."""
     before: bool = True
     """Evaluate before the first step."""

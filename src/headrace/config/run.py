@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from headrace.config.base import Section
+from headrace.config.base import MOST_STEPS, MOST_TOKENS, Section
+
+_LONGEST_NAME = 200  # of 255 on most file systems: "-2" and other endings are added
 
 
 class RunSection(Section):
@@ -20,19 +22,35 @@ class RunSection(Section):
     resume: str = "auto"
     """What is done about earlier work. "auto" goes on with an unfinished run in the folder; "never" leaves it alone and
     starts NAME-2; a checkpoint, or the folder of another run, is where a new run starts from."""
-    seed: int = 0
+    seed: int = Field(default=0, ge=-(2**63), lt=2**63)
     """Seeds task order, sampling and initialisation."""
     deterministic: bool = False
     """Make two runs of the same file equal to the bit: each sequence is computed in products of fixed shape, so that
     it does not depend on what else happens to be in the batch. Costs some speed."""
 
+    @field_validator("name")
+    @classmethod
+    def _is_one_folder(cls, name: str) -> str:
+        if name in ("", ".", "..") or set(name) & set("/\\\0\n\r"):
+            raise ValueError(f"must be the name of one folder, got {name!r}; folders above it go into run.dir")
+        if len(name.encode(errors="surrogatepass")) > _LONGEST_NAME:
+            raise ValueError(f"is longer than the {_LONGEST_NAME} bytes that a folder's name may have; shorten it")
+        return name
+
+    @field_validator("dir")
+    @classmethod
+    def _is_a_path(cls, path: Path) -> Path:
+        if "\0" in str(path):
+            raise ValueError(f"must be a path, got {str(path)!r}")
+        return path
+
 
 class LoraSection(Section):
     """Low-rank adapters instead of full fine-tuning."""
 
-    rank: int = Field(default=0, ge=0)
+    rank: int = Field(default=0, ge=0, le=65_536)
     """Rank of the adapters; 0 trains all weights."""
-    alpha: float = Field(default=32.0, gt=0)
+    alpha: float = Field(default=32.0, gt=0, le=1e6)
     """Scale of the adapters; the update is alpha / rank times B A."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout on the adapters' input, while training only. Anything but 0 makes sampler and learner differ."""
@@ -58,35 +76,38 @@ class BackendSection(Section):
 
     name: str = "local"
     """A registered backend."""
-    micro_batch_tokens: int = Field(default=3072, ge=1)
+    micro_batch_tokens: int = Field(default=3072, ge=1, le=MOST_TOKENS)
     """Tokens packed into one forward and backward pass; those that a row has in common with the one before it count a
     quarter."""
-    logits_chunk: int = Field(default=2048, ge=1)
+    logits_chunk: int = Field(default=2048, ge=1, le=MOST_TOKENS)
     """Positions whose logits are in memory at once."""
     share_prefixes: bool = True
     """Run what rows of a pass begin alike with (a group's prompt, the turns of a conversation) only once."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, a third more time."""
-    threads: int = Field(default=0, ge=0)
+    threads: int = Field(default=0, ge=0, le=4096)
     """Threads of the tensor library; 0 leaves its own choice."""
+
+
+Decay = Annotated[float, Field(ge=0, lt=1, strict=True)]  # strict: true is no number
 
 
 class OptimizerSection(Section):
     """AdamW and its schedule."""
 
-    lr: float = Field(default=1e-5, gt=0)
+    lr: float = Field(default=1e-5, gt=0, le=100)
     """Peak learning rate."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
     """Decay of the first and second moment."""
-    eps: float = Field(default=1e-8, gt=0)
+    eps: float = Field(default=1e-8, gt=0, le=1)
     """Added to the denominator."""
-    weight_decay: float = Field(default=0.0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0, le=1000)
     """Decoupled weight decay, on matrices only."""
-    grad_clip: float = Field(default=1.0, ge=0)
+    grad_clip: float = Field(default=1.0, ge=0, le=1e9)
     """Largest norm of the gradient; 0 does not clip."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the learning rate falls after warm-up."""
-    warmup_steps: int = Field(default=0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0, le=MOST_STEPS)
     """Steps over which the learning rate rises from 0."""
     warmup_ratio: float = Field(default=0.0, ge=0, le=1)
     """Warm-up as a share of all steps; used where warmup_steps is 0."""
@@ -109,6 +130,6 @@ class LedgerSection(Section):
     enabled: bool = True
     """Record every dispatched task, model call, episode, decision and training batch, so that a killed run goes on
     where it was."""
-    keep_steps: int = Field(default=0, ge=0)
+    keep_steps: int = Field(default=0, ge=0, le=MOST_STEPS)
     """Keep what was said in episodes that were trained, or thrown away, up to so many steps ago; of older ones only the
     figures. 0 keeps everything."""

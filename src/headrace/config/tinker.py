@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from headrace.config.base import Section
+from headrace.config.base import LONGEST_S, MOST_TOKENS, Section
 
 
 class TinkerSection(Section):
@@ -21,7 +21,7 @@ class TinkerSection(Section):
     base model's."""
     renderer_name: str = ""
     """A renderer of tinker-cookbook that writes prompts; empty takes the tokenizer's chat template."""
-    rank: int = Field(default=32, ge=1)
+    rank: int = Field(default=32, ge=1, le=65_536)
     """Rank of the adapters."""
     train_attn: bool = True
     """Adapters on the attention layers."""
@@ -33,11 +33,11 @@ class TinkerSection(Section):
     """A saved state that a new run starts from, tinker://RUN/weights/NAME; empty starts with fresh adapters."""
     state_optimizer: bool = True
     """Take the optimizer's moments from tinker.state, too."""
-    ttl_s: int | None = Field(default=None, ge=3600)
+    ttl_s: int | None = Field(default=None, ge=3600, le=LONGEST_S)
     """Seconds after which the service may delete the states of checkpoints; empty keeps them."""
-    segment_tokens: int | None = Field(default=None, ge=1)
+    segment_tokens: int | None = Field(default=None, ge=1, le=MOST_TOKENS)
     """Sample replies in requests of so many tokens. A reply then goes on under new weights, and pauses take effect, at
     the next of them. Empty: one request per reply, which ends under the weights it began with."""
-    vocabulary: int | None = Field(default=None, ge=2)
+    vocabulary: int | None = Field(default=None, ge=2, le=MOST_TOKENS)
     """Tokens that the model can put out. If it is set, the log-probability of every one of them is asked for wherever a
     token is scored: for temperatures other than 1 and an entropy bonus. Only for small vocabularies."""
