@@ -9,8 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rich.console import Console
-
 from headrace.agents.gateway import close_gateway
 from headrace.agents.loop import AgentLoopManager
 from headrace.assembly import assemble_evaluation, assemble_remote_evaluation, resolve_objective
@@ -23,7 +21,9 @@ from headrace.errors import ConfigError, boundary, first_of
 from headrace.evaluation_file import EvaluationResult, SetResult, set_result, write_evaluation
 from headrace.evaluation_report import Progressing, draw, evaluation_table, show
 from headrace.evaluator import Evaluator, is_right, under
+from headrace.interrupts import interruptible
 from headrace.registry import load_object, resolve
+from headrace.terminal import Console
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,18 +73,19 @@ def evaluate_run(
     evaluation = _Evaluation(outputs)
     try:
         if remote is not None:
-            asyncio.run(_evaluate_remote(config, remote, evaluation))
+            asyncio.run(interruptible(_evaluate_remote(config, remote, evaluation)))
         else:
-            asyncio.run(_evaluate(config, checkpoint, evaluation))
+            asyncio.run(interruptible(_evaluate(config, checkpoint, evaluation)))
     except KeyboardInterrupt:
         print(evaluation.how_far(), file=sys.stderr)
         raise
     result = EvaluationResult(of, tuple(evaluation.sets))
-    show(evaluation_table(result))
+    # first what is to last: who reads the table may leave, as `| head` does
     if outputs.json is not None:
         write_evaluation(result, outputs.json)
     if outputs.plot is not None:
         draw(result, outputs.plot)
+    show(evaluation_table(result))
     for what, path in (("figures", outputs.json), ("chart", outputs.plot), ("episodes", outputs.episodes)):
         if path is not None:
             print(f"{what}: {path}")
@@ -97,7 +98,7 @@ def export_run(run_dir: Path, out: Path) -> Path:
     config = config_of(run_of(run_dir))
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out} exists and is not empty; choose another folder")
-    asyncio.run(_export(config, run_dir, out))
+    asyncio.run(interruptible(_export(config, run_dir, out)))
     return out
 
 

@@ -8,13 +8,13 @@ from time import monotonic
 from types import TracebackType
 from typing import Any, Self
 
-from rich.console import Console
 from rich.progress import Progress, TaskID
 from rich.table import Table
 
 from headrace.compare import Difference
 from headrace.evaluation_file import EvaluationResult, SetResult, curve, sources
 from headrace.registry import load_object
+from headrace.terminal import Console
 
 _EVERY_S = 10.0  # where there is no terminal to draw bars on
 _SHOWN = ("tasks", "failed", "reward", "response_tokens", "pass@1_low", "pass@1_high")

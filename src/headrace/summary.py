@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -12,15 +12,21 @@ from rich.text import Text
 from headrace.config import RunConfig
 from headrace.errors import MissingExtraError
 from headrace.registry import load_object
+from headrace.terminal import Console
 
 if TYPE_CHECKING:
     from headrace.trainer import RunResult
 
 
 def summarize(result: RunResult, config: RunConfig) -> None:
-    """Before and after, the curve, and where to look next."""
-    console = Console()
+    """Before and after, the curve, and where to look next; of no use to who has stopped reading."""
     picture = _draw(result, config)
+    with suppress(BrokenPipeError):
+        _print(result, config, picture)
+
+
+def _print(result: RunResult, config: RunConfig, picture: str | None) -> None:
+    console = Console()
     finished = config.eval.after and not result.interrupted and result.steps
     if result.last_evaluation and (finished or result.last_evaluation != result.first_evaluation):
         console.print(_table(result, config))

@@ -16,10 +16,10 @@ _SETTING = {
 
 def algorithms() -> None:
     """List every estimator, loss, correction and filter, and which backends support it."""
-    from rich.console import Console
     from rich.table import Table
 
     from headrace import capabilities
+    from headrace.terminal import Console
 
     console = Console()
     for kind, entries in groupby(capabilities.algorithms(), key=lambda entry: entry.kind):

@@ -35,10 +35,10 @@ def compare(
 
     one, other = read_evaluation(first), read_evaluation(second)
     found = compare_results(one, other, common)
-    show(comparison_table(found, f"{other.of} against {one.of}"))
     if json is not None:
         rows = [difference.to_dict() for difference in found]
         with boundary(ConfigError, f"cannot write {json}", OSError):
             json.write_text(
                 json_text.dumps({"first": one.of, "second": other.of, "differences": rows}, indent=1) + "\n"
             )
+    show(comparison_table(found, f"{other.of} against {one.of}"))

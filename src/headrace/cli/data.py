@@ -51,7 +51,7 @@ def inspect(
 
         print(dumps(report.to_dict(), ensure_ascii=False, indent=2))
         return
-    from rich.console import Console
+    from headrace.terminal import Console
 
     _show(Console(highlight=False), report, notes)
 

@@ -36,9 +36,10 @@ Row = tuple[str, str]
 
 def doctor() -> int:
     """Show what this machine has and whether a first run will work."""
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
+
+    from headrace.terminal import Console
 
     torch, torch_problem = _import_torch()
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))

@@ -63,7 +63,7 @@ def _bounds(steps: str) -> tuple[int, int | None]:
 
 
 def _show(reader: LedgerReader) -> None:
-    from rich.console import Console
+    from headrace.terminal import Console
 
     console = Console(highlight=False)
     with reader.snapshot():  # or the tables would be of different moments of a run that goes on

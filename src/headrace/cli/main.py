@@ -1,11 +1,12 @@
 """The command line: commands, exit codes, and errors as one line.
 
 Exit codes: 0 done, 1 a bug (with its traceback) or `doctor` found something missing, 2 the user can mend it,
-130 interrupted.
+130 interrupted, 141 nobody reads the output any more (`| head`).
 """
 
 from __future__ import annotations
 
+import select
 import sys
 import warnings
 from collections.abc import Sequence
@@ -27,9 +28,10 @@ from headrace.cli.simulate import simulate
 from headrace.cli.train import SFT_USAGE, sft, train
 from headrace.cli.train import USAGE as TRAIN_USAGE
 from headrace.errors import HeadraceError
+from headrace.interrupts import INTERRUPTED, leave, own_process
 
-INTERRUPTED = 130
 USER_ERROR = 2
+READER_GONE = 141  # what a shell gives for a program that SIGPIPE ended
 
 
 def _version() -> str:
@@ -66,7 +68,16 @@ app.command(serve_app)
 
 def main() -> None:
     """Entry point of the `headrace` script."""
-    sys.exit(run(sys.argv[1:]))
+    own_process()
+    words = sys.argv[1:]
+    for stream in (sys.stdout, sys.stderr):
+        # a name that is not UTF-8, or a terminal that is not, must not fail what is printed
+        getattr(stream, "reconfigure", lambda **_: None)(errors="backslashreplace")
+    if not words or {"-h", "--help"} & {*words}:
+        from headrace.terminal import Console
+
+        app.console = Console()
+    leave(run(words))
 
 
 def run(words: Sequence[str]) -> int:
@@ -75,12 +86,45 @@ def run(words: Sequence[str]) -> int:
     try:
         result = app(list(words), exit_on_error=False, print_error=False, result_action="return_value")
     except (HeadraceError, CycloptsError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return USER_ERROR
+        return _failed(" ".join(str(error).split()))
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        _print_error("interrupted")
         return INTERRUPTED
+    except OSError as error:  # what the code at fault did not explain: a full disk, a folder that went away
+        if isinstance(error, BrokenPipeError) and _reader_is_gone():
+            return READER_GONE
+        return _failed(_explained(error))
+    except MemoryError:
+        return _failed("there is not enough memory; use a smaller model, batch or file, or end other programs")
     return result if isinstance(result, int) else 0
+
+
+def _failed(why: str) -> int:
+    _print_error(f"error: {why}")
+    return USER_ERROR
+
+
+def _print_error(text: str) -> None:
+    try:
+        print(text, file=sys.stderr)
+    except OSError:  # nobody reads that either
+        return
+
+
+def _explained(error: OSError) -> str:
+    what = f"{error.filename}: " if error.filename is not None else ""
+    why = error.strerror or f"{type(error).__name__} {error}"
+    return f"{what}{why}; look at the disk, the file's permissions or the network, and run the command again"
+
+
+def _reader_is_gone() -> bool:
+    """Whether standard output is a pipe that nobody reads: other pipes break for other reasons."""
+    try:
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)
+        return any(event & select.POLLERR for _, event in poll.poll(0))
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 if __name__ == "__main__":

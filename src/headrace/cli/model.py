@@ -13,11 +13,11 @@ model_app = App(name="model", help="List models, or fetch one.")
 @model_app.command(name="list")
 def list_models() -> None:
     """Models that have a name of their own."""
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     from headrace.models.catalog import CATALOG
+    from headrace.terminal import Console
 
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 1, 0))
     table.add_column(style="cyan", no_wrap=True)

@@ -19,10 +19,10 @@ def replay(
     Nothing is generated, and the run's folder is left as it is. Exit code 1 if some weights are not the run's, to the
     bit: without `run.deterministic` the last digits depend on the number of threads, and "different" may be rounding.
     """
-    from rich.console import Console
     from rich.table import Table
 
     from headrace.replay import Replay
+    from headrace.terminal import Console
 
     console, found = Console(), Replay(run, until)
     table = Table("step", "version", "reward", "loss", "gradient", "weights", title=f"replay of {run}")

@@ -60,34 +60,30 @@ def simulate(
     rows, evaluation, checkpoints, and that groups take longer the more run.
     """
     config = read_run(file, overrides, "--chart", "--json")
-    from rich.console import Console
-
     from headrace.errors import ConfigError, boundary
     from headrace.pipeline.grid import grid_points
+    from headrace.terminal import Console
 
     points = grid_points(config)
     _check_chart(chart)
     done = _with_progress(points)
+    with boundary(ConfigError, "cannot write the figures", OSError):  # first: who reads the table may leave
+        written = [("figures", _write(done, json))] if json is not None else []
+        written += [("chart", _draw(done, chart))] if chart is not None else []
     console, table = Console(highlight=False), _table(done)
     # rather a wrapped line than a cut figure
     console.width = max(console.width, Console(width=1000).measure(table).maximum)
     console.print(table)
-    for line in (_speed(done), *_notes(done)):
+    for line in (_speed(done), *_notes(done), *(f"{what}: {path}" for what, path in written)):
         console.print(line, soft_wrap=True)
-    with boundary(ConfigError, "cannot write the figures", OSError):
-        if json is not None:
-            _write(done, json)
-            console.print(f"figures: {json}")
-        if chart is not None:
-            console.print(f"chart: {_draw(done, chart)}")
 
 
 def _with_progress(points: list[GridPoint]) -> list[Simulated]:
     """Simulate all, with a bar on a terminal."""
-    from rich.console import Console
     from rich.progress import track
 
     from headrace.pipeline.grid import simulate_grid
+    from headrace.terminal import Console
 
     errors = Console(stderr=True)
     shown = track(
@@ -156,13 +152,14 @@ def _clock(seconds: float) -> str:
     return f"{seconds:.1f} seconds"
 
 
-def _write(done: Sequence[Simulated], path: Path) -> None:
+def _write(done: Sequence[Simulated], path: Path) -> Path:
     import json
 
     rows: list[dict[str, Any]] = [
         {"settings": item.point.settings, "wall_s": item.wall_s, **asdict(item.outcome)} for item in done
     ]
     path.write_text(json.dumps(rows, indent=2) + "\n")
+    return path
 
 
 def _check_chart(path: Path | None) -> None:

@@ -101,12 +101,10 @@ class TrackerSet:
         tracker = self._trackers.pop(name)
         with suppress(Exception):
             tracker.close()  # it may hold the terminal or an open file
-        warnings.warn(
-            f'tracker "{name}" failed in {doing}() with {type(error).__name__}: {error}; '
-            f"it is switched off and training goes on without it",
-            RuntimeWarning,
-            stacklevel=4,
-        )
+        what = f'tracker "{name}" failed in {doing}() with {type(error).__name__}: {error}; it is switched off'
+        if isinstance(error, BrokenPipeError):
+            what = "nobody reads the output any more"
+        warnings.warn(f"{what} and training goes on without it", RuntimeWarning, stacklevel=4)
 
 
 def eval_sets(keys: Iterable[str]) -> list[str]:

@@ -14,6 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from headrace import terminal
 from headrace.engine.base import EngineHealth
 from headrace.track.base import RunInfo, eval_sets
 
@@ -35,7 +36,7 @@ class ConsoleTracker:
     def __init__(
         self, console: Console | None = None, live: bool | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._console = console or Console()
+        self._console = console or terminal.Console()
         self._wants_live = _can_draw(self._console) if live is None else live
         self._clock = clock
         self._name = ""
