@@ -54,6 +54,14 @@ class WorkflowError(HeadraceError, RuntimeError):
     """User code failed: a workflow or a judger, which fails the episode; or a grouping hook, which ends the run."""
 
 
+class EscapeError(WorkflowError):
+    """User code raised what would have ended the run: SystemExit, KeyboardInterrupt, or being cancelled by itself."""
+
+
+class DeadlineError(WorkflowError, TimeoutError):
+    """User code took longer than it may."""
+
+
 class BudgetExceededError(WorkflowError):
     """An episode has used up its turns, tokens or tool calls. It ends there; a workflow may catch it."""
 

@@ -43,6 +43,7 @@ from headrace.rundir import claim_run_dir, log_to_file, mark_finished
 from headrace.saving import CheckpointWriter, adopt
 from headrace.summary import summarize
 from headrace.track.base import RunInfo, TrackerSet
+from headrace.usercode import reporting_abandoned
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,12 @@ class UnifiedTrainer:
 
     async def _train_interruptibly(self) -> None:
         try:
-            with _on_interrupt(self._interrupted), memory.frozen(), watched_loop(self._trackers.message):
+            with (
+                _on_interrupt(self._interrupted),
+                memory.frozen(),
+                watched_loop(self._trackers.message),
+                reporting_abandoned(self._trackers.message) as self._abandoned,
+            ):
                 await self._train()
         except BaseExceptionGroup as group:
             raise first_of(group) from None
@@ -379,6 +385,8 @@ class UnifiedTrainer:
             metrics.record(f"episodes/{name}", count, Reducer.LAST)
         if self._journal.restarted:
             metrics.record("episodes/restarted", self._journal.restarted, Reducer.LAST)
+        if self._abandoned.count:
+            metrics.record("user_code/abandoned", self._abandoned.count, Reducer.LAST)
         metrics.merge(self._producer.durations())
         metrics.merge(self._producer.bias.metrics())
         for name, value in (self._parts.sampler.figures() | self._parts.manager.figures()).items():

@@ -64,6 +64,11 @@ class Model:
         self.give_up: Callable[[], None] = lambda: None
         """Called when the workflow does not do again what is recorded: to cancel it, whatever it makes of that."""
         self.training = training
+        self._ended = False
+
+    def end(self) -> None:
+        """The episode is over: what is asked from now on is neither answered nor recorded."""
+        self._ended = True
 
     async def chat(
         self, messages: Sequence[Message], role: str = "agent", tools: Sequence[ToolSchema] = (), **sampling: Any
@@ -94,6 +99,7 @@ class Model:
         self, prompt_ids: tuple[int, ...], role: str, history: OwnedMessages, tools: Sequence[ToolSchema],
         sampling: dict[str, Any],
     ) -> ModelOutput:  # fmt: skip
+        await self._halt_if_over()
         if isinstance(sampling.get("stop"), str):
             sampling["stop"] = (sampling["stop"],)
         params = self.spending.take_turn(replace(self.sampling, **sampling) if sampling else self.sampling)
@@ -133,6 +139,7 @@ class Model:
             await asyncio.sleep(0)  # as a live call would: others may go on
             return known[0]
         answer = await call()
+        await self._halt_if_over()
         try:
             payload = json.loads(json.dumps(answer))
         except (TypeError, ValueError) as error:
@@ -152,19 +159,24 @@ class Model:
             await asyncio.sleep(0)  # as a live call would: others may go on
             return known
         generation = await self._generate(prompt_ids, params, seed)
+        await self._halt_if_over()
         output = self.template.parse(generation, params.stop or (), call, tools)
         self._record.called(output, role, seed, digest, history)
         return output
 
     async def _recalled(self, recall: Callable[[], T]) -> T:
         """What was recorded. A workflow that has left its record gets no answers until it is cancelled."""
-        if self._record.diverged:
-            await asyncio.get_running_loop().create_future()
+        await self._halt_if_over()
         try:
             return recall()
         except DivergedReplay:
             self.give_up()
             raise
+
+    async def _halt_if_over(self) -> None:
+        """Wait for ever if nobody wants the answer: an exception could be caught, and the call be made again."""
+        if self._ended or self._record.diverged:
+            await asyncio.get_running_loop().create_future()
 
     async def _generate(self, prompt_ids: tuple[int, ...], params: SamplingParams, seed: int) -> Generation:
         """What the engine samples. Its failure is kept, so that no workflow can hide it."""

@@ -20,12 +20,13 @@ from headrace.agents.workflow import Outcome, RunFunction, limit_met, until_no_r
 from headrace.data.episode import Episode, FinishReason, TerminationReason, Trajectory, is_number
 from headrace.data.seeds import derive_seed
 from headrace.data.task import Task
+from headrace.deadline import Call
 from headrace.engine.base import Generates, SamplingParams
 from headrace.errors import EngineError, LedgerError, PromptTooLongError, WorkflowError, first_of, is_infrastructure
 from headrace.judge.base import JudgeError, Judger, Verdict, ends_the_run
 from headrace.judge.router import GuardedJudger
 from headrace.threads import call_anyhow
-from headrace.usercode import where_it_failed
+from headrace.usercode import reason_of, where_it_failed
 
 log = logging.getLogger("headrace")
 
@@ -147,19 +148,13 @@ class AgentLoopManager:
         model = self._new_model(
             self._engine, self._chat, sampling, spec.seed, self._training, record, self._limits.budget, values
         )
-        deadline = asyncio.timeout(self._limits.timeout_s)
+        call = Call("the workflow", self._limits.timeout_s)
+        model.give_up = call.expire
         try:
-            async with deadline:
-                model.give_up = lambda: deadline.reschedule(asyncio.get_running_loop().time())
-                own = copy.deepcopy(spec.task)  # a workflow that changes its task changes no sibling's
-                outcome = await until_no_room(self._run, own, model)
-                if model.failure is not None:  # which the workflow has caught
-                    raise model.failure
-                episode = _to_episode(outcome, model, spec)
-                return await self._judge(spec.task, episode, model), False
-        except (Exception, asyncio.CancelledError) as error:
+            return await call.run(lambda: self._episode(spec, model)), False
+        except Exception as error:
             _raise_if_not_the_users(model.failure or error)
-            if deadline.expired():
+            if call.late:
                 late = f"took longer than {self._limits.timeout_s:g} s"
                 return _failed(spec, model, TerminationReason.TIMEOUT, late), False
             # user code: the episode fails, its siblings and the run go on
@@ -170,7 +165,17 @@ class AgentLoopManager:
             error = first_of(error)  # of a TaskGroup in the workflow
             if not record.diverged:
                 log.warning("episode of task %s failed: %s", spec.task.id, where_it_failed(error))
-            return _failed(spec, model, reason, f"{type(error).__name__}: {error}"), again and is_infrastructure(error)
+            return _failed(spec, model, reason, reason_of(error)), again and is_infrastructure(error)
+        finally:
+            model.end()
+
+    async def _episode(self, spec: RolloutSpec, model: Model) -> Episode:
+        """What user code makes of the task: workflow and judger."""
+        own = copy.deepcopy(spec.task)  # a workflow that changes its task changes no sibling's
+        outcome = await until_no_room(self._run, own, model)
+        if model.failure is not None:  # which the workflow has caught
+            raise model.failure
+        return await self._judge(spec.task, _to_episode(outcome, model, spec), model)
 
     async def _judge(self, task: Task, episode: Episode, model: Model) -> Episode:
         if episode.failed:
@@ -287,8 +292,7 @@ def _failed(spec: RolloutSpec, model: Model, reason: TerminationReason, error: s
 
 
 def _raise_if_not_the_users(error: BaseException) -> None:
-    """Raise what ends more than the episode: a failure of engine or ledger, or of a judger that is to, and being
-    cancelled from outside."""
+    """Raise what ends more than the episode: a failure of engine or ledger, or of a judger that is to."""
     if isinstance(error, (EngineError, LedgerError)) and not isinstance(error, PromptTooLongError):
         raise error
     if isinstance(error, JudgeError) and error.stop:
@@ -296,6 +300,3 @@ def _raise_if_not_the_users(error: BaseException) -> None:
     if isinstance(error, BaseExceptionGroup):  # of a TaskGroup in the workflow
         for inner in error.exceptions:
             _raise_if_not_the_users(inner)
-    task = asyncio.current_task()
-    if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
-        raise error

@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 from headrace.data.episode import Episode
 from headrace.data.task import Task
-from headrace.errors import ConfigError, is_infrastructure
+from headrace.deadline import Call
+from headrace.errors import ConfigError, DeadlineError, is_infrastructure
 from headrace.judge.base import JudgeError, Judger, Verdict, ends_the_run
 from headrace.judge.compose import Holder, make_judger
 from headrace.registry import nearest
@@ -106,12 +107,11 @@ class GuardedJudger(Holder):
                 await asyncio.sleep(_PAUSE_S * 2**retries)
 
     async def _once(self, task: Task, episode: Episode) -> Verdict:
-        limit = asyncio.timeout(self._rules.timeout_s)
+        call = Call(f'the judger "{self.judger.label}"', self._rules.timeout_s)
         try:
-            async with limit:
-                return await self.judger.judge(task, episode)
-        except TimeoutError as error:
-            if not limit.expired():
+            return await call.run(lambda: self.judger.judge(task, episode))
+        except DeadlineError as error:
+            if not call.late:
                 raise
             late = f"judging took longer than {self._rules.timeout_s:g} s; raise judge.timeout_s"
             raise TimeoutError(late) from error

@@ -1,0 +1,268 @@
+"""What user code does ends neither the run nor the event loop, and its time-outs hold whatever it does."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fakes import ROOT
+from headrace import registry, threads, usercode
+from headrace.agents.completer import Model
+from headrace.data.task import Task
+from headrace.deadline import Call, call_user
+from headrace.errors import DeadlineError, EscapeError, first_of
+from headrace.judge.base import Judger, Verdict
+from null_backend import Null, scattered
+from test_failures import by_number, every_schedule, failed, failing_run
+from test_schedules import heavy_tail
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers is gone after it."""
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+
+
+@pytest.fixture
+def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "GRACE_S", 0.1)
+
+
+class Escape(BaseException):
+    """Of a kind that no `except Exception` catches."""
+
+
+async def exits() -> None:
+    sys.exit(0)
+
+
+async def interrupts() -> None:
+    raise KeyboardInterrupt
+
+
+async def cancels_itself() -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    task.cancel()
+    await asyncio.sleep(1)
+
+
+async def cancels_itself_at_its_end() -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    task.cancel()
+
+
+async def raises_cancelled() -> None:
+    raise asyncio.CancelledError
+
+
+async def raises_generator_exit() -> None:
+    raise GeneratorExit
+
+
+async def raises_its_own() -> None:
+    raise Escape("mine")
+
+
+async def exits_in_a_task() -> None:
+    await asyncio.create_task(exits())
+
+
+async def exits_in_a_group() -> None:
+    async with asyncio.TaskGroup() as group:
+        group.create_task(exits())
+
+
+async def leaves_a_task_that_exits() -> None:
+    await asyncio.wait([asyncio.create_task(exits())])
+    raise Escape("after it")
+
+
+def exits_in_a_thread() -> None:
+    sys.exit(0)
+
+
+def stops_iteration_in_a_thread() -> None:
+    next(iter(()))
+
+
+def cancelled_in_a_thread() -> None:
+    raise asyncio.CancelledError
+
+
+ESCAPES: list[Callable[[], Any]] = [
+    exits, interrupts, cancels_itself, cancels_itself_at_its_end, raises_cancelled, raises_generator_exit,
+    raises_its_own, exits_in_a_task, exits_in_a_group, leaves_a_task_that_exits, exits_in_a_thread,
+    stops_iteration_in_a_thread, cancelled_in_a_thread,
+]  # fmt: skip
+every_escape = pytest.mark.parametrize("escape", ESCAPES, ids=lambda function: function.__name__)
+
+
+@every_escape
+async def test_whatever_user_code_raises_is_an_ordinary_exception_outside(escape: Callable[[], Any]) -> None:
+    with pytest.raises((EscapeError, ExceptionGroup)) as caught:
+        await asyncio.wait_for(call_user("the hook", escape, limit_s=5.0), 2.0)
+    said = str(first_of(caught.value))
+    assert any(who in said for who in ("the hook", escape.__name__, "a task of user code"))
+
+
+@every_schedule
+@every_escape
+def test_whatever_a_workflow_raises_is_its_episodes_failure(
+    tmp_path: Path, schedule: str, escape: Callable[[], Any]
+) -> None:
+    async def escapes(task: Task, model: Model) -> float:
+        reward = await scattered(task, model)
+        if by_number(task, 3):
+            await threads.call_anyhow(escape)
+        return reward
+
+    ran = failing_run(tmp_path, schedule, escapes)
+    assert failed(ran) > 0 and all(int(sample.task_id.split()[1]) % 3 for sample in ran.backend.rows)
+    named = "test_boundaries.py" in (tmp_path / "run" / "log.txt").read_text()
+    assert named or escape is cancels_itself_at_its_end  # which has no line any more
+
+
+@every_schedule
+@every_escape
+def test_whatever_a_judger_raises_is_its_episodes_failure(
+    tmp_path: Path, schedule: str, escape: Callable[[], Any]
+) -> None:
+    class Escapes(Judger):
+        async def judge(self, task: Task, episode: Any) -> Verdict:
+            if by_number(task, 3):
+                await threads.call_anyhow(escape)
+            return Verdict(float(len(episode.text) % 2))
+
+    registry.register("judger", "escapes", Escapes())
+    ran = failing_run(tmp_path, schedule, None, workflow={"name": "single_turn", "judger": "escapes"})
+    assert failed(ran) > 0 and all(int(sample.task_id.split()[1]) % 3 for sample in ran.backend.rows)
+
+
+async def stubborn(model: Model | None = None) -> None:
+    """Swallows whatever is to stop it."""
+    while True:
+        try:
+            await asyncio.sleep(1)
+            if model is not None:
+                await model.chat([{"role": "user", "content": "Still there?"}])
+        except BaseException:
+            pass
+
+
+@every_schedule
+def test_the_time_limit_holds_for_a_workflow_that_swallows_it(tmp_path: Path, schedule: str) -> None:
+    async def swallows(task: Task, model: Model) -> float:
+        if by_number(task, 4):
+            await stubborn(model)
+        return await scattered(task, model)
+
+    null = Null(learn_s=1.0)
+    ran = failing_run(tmp_path, schedule, swallows, null=null, rollout={"timeout_s": 3.0}, ledger={"enabled": True})
+    assert failed(ran) > 0 and not any(int(sample.task_id.split()[1]) % 4 == 0 for sample in ran.backend.rows)
+    assert ran.rows[-1]["user_code/abandoned"] > 0
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert "was abandoned at" in log and "test_boundaries.py" in log
+
+
+@every_schedule
+def test_the_time_limit_holds_for_a_judger_that_swallows_it(tmp_path: Path, schedule: str) -> None:
+    class Swallows(Judger):
+        async def judge(self, task: Task, episode: Any) -> Verdict:
+            if by_number(task, 4):
+                await stubborn()
+            return Verdict(float(len(episode.text) % 2))
+
+    registry.register("judger", "swallows", Swallows())
+    judge = {"timeout_s": 3.0, "retries": 0}
+    workflow = {"name": "single_turn", "judger": "swallows"}
+    ran = failing_run(tmp_path, schedule, None, null=Null(heavy_tail, 1.0), workflow=workflow, judge=judge)
+    assert failed(ran) > 0 and ran.rows[-1]["user_code/abandoned"] > 0
+
+
+@pytest.mark.usefixtures("short_grace")
+async def test_a_thread_that_never_returns_is_abandoned_counted_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "_threads", threads.DaemonThreads(1))
+    returns, reported = threading.Event(), []
+    with usercode.reporting_abandoned(reported.append) as abandoned:
+        with pytest.raises(DeadlineError, match=r"the tool took longer than 0\.1 s"):
+            await call_user("the tool", returns.wait, limit_s=0.1)
+        assert await asyncio.wait_for(call_user("another", lambda: 7), 5.0) == 7
+        assert abandoned.count == 1 and "did not stop when it was cancelled and was abandoned" in reported[0]
+    returns.set()
+
+
+async def test_a_call_that_cleans_up_in_time_is_not_abandoned() -> None:
+    cleaned = []
+
+    async def tidy() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.05)
+            cleaned.append(True)
+
+    with usercode.reporting_abandoned(print) as abandoned:
+        with pytest.raises(DeadlineError):
+            await call_user("the hook", tidy, limit_s=0.05)
+        assert cleaned and abandoned.count == 0
+
+
+@pytest.mark.usefixtures("short_grace")
+async def test_a_call_that_is_cancelled_from_outside_is_cancelled_and_not_waited_for_forever() -> None:
+    with usercode.reporting_abandoned(print) as abandoned:
+        outer = asyncio.create_task(call_user("the hook", stubborn))
+        await asyncio.sleep(0.01)
+        outer.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(outer, 5.0)
+        assert abandoned.count == 1
+
+
+async def test_a_call_that_expires_early_is_late() -> None:
+    call = Call("the workflow", 60.0)
+    asyncio.get_running_loop().call_later(0.01, call.expire)
+    with pytest.raises(DeadlineError):
+        await call.run(lambda: asyncio.sleep(60))
+    assert call.late
+
+
+EXIT = """
+import asyncio, sys, threading
+from headrace import threads
+from headrace.deadline import call_user
+threads.GRACE_S = 0.1
+async def stubborn():
+    while True:
+        try:
+            await asyncio.sleep(1)
+        except BaseException:
+            pass
+async def main():
+    for hangs in (stubborn, threading.Event().wait):
+        try:
+            await call_user("the workflow", hangs, limit_s=0.1)
+        except TimeoutError as error:
+            print(error)
+asyncio.run(main())
+print("over")
+"""
+
+
+def test_abandoned_tasks_and_threads_do_not_keep_the_process_from_exiting() -> None:
+    start = time.monotonic()
+    ended = subprocess.run(
+        [sys.executable, "-c", EXIT], capture_output=True, text=True, timeout=60, cwd=ROOT, check=False
+    )
+    assert ended.stdout.splitlines()[-1] == "over" and ended.returncode == 0, ended
+    assert "Exception ignored" not in ended.stderr and "destroyed" not in ended.stderr
+    assert time.monotonic() - start < 30
