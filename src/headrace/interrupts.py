@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -67,6 +68,15 @@ async def interruptible(work: Coroutine[Any, Any, T]) -> T:
             if came:
                 raise KeyboardInterrupt from None
             raise
+
+
+def may_have_raised() -> bool:
+    """Whether a KeyboardInterrupt that was met here may be of a signal, and not of code that raised it by itself.
+
+    Signals are handled by the main thread; while `on_interrupt` or an event loop waits for one, none raises.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    return is_main and signal.getsignal(signal.SIGINT) in (signal.default_int_handler, _raise, _abort)
 
 
 def _raise(number: int, frame: FrameType | None) -> None:

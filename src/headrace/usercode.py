@@ -9,7 +9,6 @@ import asyncio
 import ctypes
 import logging
 import os
-import signal
 import sys
 import sysconfig
 import threading
@@ -21,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from headrace.errors import DeadlineError, EscapeError
+from headrace.interrupts import may_have_raised
 
 log = logging.getLogger("headrace")
 
@@ -114,15 +114,8 @@ def note_abandoned(what: str, line: str) -> None:
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Whether a KeyboardInterrupt may be of a signal, which is delivered to the main thread only.
-
-    While an event loop handles Ctrl-C it raises nothing, so what then is raised is the user's own.
-    """
-    main = threading.current_thread() is threading.main_thread()
-    return isinstance(error, KeyboardInterrupt) and main and signal.getsignal(signal.SIGINT) is _RAISES
-
-
-_RAISES = signal.default_int_handler
+    """Whether it is a real Ctrl-C, which ends more than the call that it came in."""
+    return isinstance(error, KeyboardInterrupt) and may_have_raised()
 
 
 def escape_of(error: BaseException, what: str) -> EscapeError:
