@@ -48,7 +48,8 @@ def new_model(seed: int) -> Model:
 async def call(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, path: str, close: bool = False) -> float:
     """Seconds of one call."""
     began = time.perf_counter()
-    head = f"POST {path}/v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(BODY)}\r\n"
+    head = f"POST {path}/v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(BODY)}\r\n"
+    head += "Content-Type: application/json\r\n"
     writer.write(f"{head}{'Connection: close' if close else 'X: y'}\r\n\r\n".encode() + BODY)
     answer = await reader.readuntil(b"\r\n\r\n")
     if not answer.startswith(b"HTTP/1.1 200"):

@@ -33,7 +33,7 @@ import json, os, sys, urllib.request
 def ask(text="Say a word.", path="/chat/completions"):
     body = json.dumps({"messages": [{"role": "user", "content": text}], "return_token_ids": True}).encode()
     url = os.environ["OPENAI_BASE_URL"] + path
-    head = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    head = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
     with urllib.request.urlopen(urllib.request.Request(url, body, head)) as answer:
         return json.load(answer)
 """

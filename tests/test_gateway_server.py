@@ -61,7 +61,7 @@ def steps(model: Model) -> int:
 
 async def post(session: ModelSession, path: str, body: Any, **headers: str) -> httpx2.Response:
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    named = {"content-type": "application/json"} | {name.replace("_", "-"): value for name, value in headers.items()}
     async with httpx2.AsyncClient(verify=False, trust_env=False, timeout=10) as client:
         return await client.post(session.base_url + path, content=raw, headers=named)
 
@@ -168,7 +168,8 @@ async def test_a_body_that_is_too_large_is_refused(declared: bool, settings: Any
         yield body
 
     async with model_session(new_model()) as session, httpx2.AsyncClient(verify=False, trust_env=False) as client:
-        answer = await client.post(session.base_url + CHAT, content=body if declared else pieces())
+        head = {"content-type": "application/json"}
+        answer = await client.post(session.base_url + CHAT, content=body if declared else pieces(), headers=head)
     assert answer.status_code == 413 and "larger than 0.05 MB" in sentence(answer)
 
 

@@ -20,7 +20,8 @@ from tinker.proto.request_conv import forward_backward_request_to_proto
 from test_serve_tinker import SGD_LIKE, client, imitation, new_model, row, sampled, serving, step, tokens
 
 KEY = "tml-secret"
-HEADERS = {"X-API-Key": KEY}
+KIND = {"Content-Type": "application/json"}
+HEADERS = {"X-API-Key": KEY, **KIND}
 
 
 @pytest.fixture(scope="module")

@@ -1,13 +1,95 @@
-"""What our HTTP servers have in common: the socket they listen at, and bodies that are not too large."""
+"""What our HTTP servers have in common: who is answered, how long and how large requests may be, how a server runs.
+
+A server is one line, `HttpServer(app, Rules(...))`, and a socket of `listen`: `Guard` stands before its application,
+and uvicorn runs both with the settings that are the same for all.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import hmac
+import json
+import resource
 import socket
-from collections.abc import AsyncIterable
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from ipaddress import ip_address
+from typing import Any
+from urllib.parse import urlsplit
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from headrace.errors import ConfigError
 
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Application = Callable[[Any, Receive, Send], Awaitable[None]]
+Refuse = Callable[[str, int, str], tuple[dict[str, Any], dict[str, str]]]
+"""From path, status and sentence to the body of an answer, in the API's own form, and its headers."""
+
+JSON, PROTOBUF = "application/json", "application/x-protobuf"
 _THROWN_AWAY = 8  # times the limit, read on so that a client that is still sending hears the answer
+_THROWN_AWAY_REFUSED, _THROWN_AWAY_S = 2**20, 2.0  # of a client that has no business here
+_SLOWEST = 2**20  # bytes per second that a body must come with, beyond `body_s`
+_HELD = 2**30  # bytes of bodies that are being read, over all connections
+_CONNECTIONS = 16_384
+_ONCE = (b"host", b"origin", b"content-type", b"content-length", b"transfer-encoding", b"content-encoding")
+_KEYS = (b"x-api-key", b"authorization")  # clients may send both, and either may hold the key
+
+
+def most_connections() -> int:
+    """Connections at once: three quarters of the files that this process may open, the rest is for the run."""
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _CONNECTIONS if allowed == resource.RLIM_INFINITY else max(16, min(_CONNECTIONS, allowed * 3 // 4))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """Whom a server answers, and within which limits."""
+
+    host: str
+    """Address that it listens at. On loopback the requests must be addressed to loopback or to `public_host`."""
+    refuse: Refuse
+    token: str | None = None
+    """What every request must carry as key, alone or before a colon. Required beyond loopback."""
+    token_remedy: str = ""
+    public_host: str | None = None
+    body_types: tuple[str, ...] = (JSON,)
+    max_body_mb: float
+    body_remedy: str
+    """How to allow larger ones."""
+    max_connections: int = field(default_factory=most_connections)
+    head_s: float = 10.0
+    """For the head of a request, from its first byte or the connection's beginning."""
+    body_s: float = 30.0
+    """For its body, beside a second for each MB."""
+    write_s: float = 60.0
+    """For a client that does not read its answer."""
+    idle_s: int = 75
+    """Between requests; longer than clients keep idle connections, so that none is closed in their hands."""
+
+    def __post_init__(self) -> None:
+        if not self.token and not is_loopback(self.host):
+            raise ConfigError(f"{self.host} can be reached from other machines, and there is no token; set one")
+
+    @property
+    def max_body(self) -> int:
+        """In bytes."""
+        return int(self.max_body_mb * 2**20)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach the address."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def listen(host: str, port: int, who: str, remedy: str) -> socket.socket:
@@ -24,13 +106,273 @@ def listen(host: str, port: int, who: str, remedy: str) -> socket.socket:
     return listening
 
 
-async def read_body(stream: AsyncIterable[bytes], most: int) -> bytes | None:
-    """The body of a request; None if it has more bytes than `most`."""
-    size, body = 0, bytearray()
-    async for piece in stream:
-        size += len(piece)
-        if size <= most:
-            body += piece
-        elif size > _THROWN_AWAY * most:
-            break
-    return bytes(body) if size <= most else None
+class Refused(Exception):
+    """A request that does not reach the application."""
+
+    def __init__(self, status: int, sentence: str) -> None:
+        super().__init__(sentence)
+        self.status = status
+
+
+class Guard:
+    """ASGI middleware: checks the head of a request, then reads its body, and only then lets the application have it.
+
+    A page in a browser can send requests to any server of its machine, and with a name that it points to 127.0.0.1 it
+    can read the answers, too. So the Host must be ours, an Origin must be the Host's, and a body must be of a type that
+    a page cannot send without asking first.
+    """
+
+    def __init__(self, app: Application, rules: Rules) -> None:
+        self.rules = rules
+        self._app = app
+        self._token = rules.token.encode() if rules.token else None
+        self._any_host = not is_loopback(rules.host)  # by whatever name: the token decides
+        self._is_ours = lru_cache(64)(self._is_ours)
+        self._held = 0
+
+    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+        body: bytes | None = None
+        try:
+            head = self._check_head(scope)
+            if b"content-length" in head or b"transfer-encoding" in head:
+                body = await self._body(receive)
+                self._check_body(head, body)
+        except ConnectionError:  # nobody is there to read an answer
+            return
+        except Refused as refused:
+            await self._answer(scope, receive, send, refused)
+            return
+        await self._app(scope, receive if body is None else _Read(body, receive), send)
+
+    def _check_head(self, scope: Any) -> dict[bytes, bytes]:
+        head: dict[bytes, bytes] = {}
+        given: list[bytes] = []
+        for name, value in scope["headers"]:
+            if name in _KEYS:
+                given.append(value)
+            elif name in _ONCE:
+                if name in head:
+                    raise Refused(400, f"the header {name.decode()} came twice; send it once")
+                head[name] = value
+        host = head.get(b"host", b"")
+        if not (self._any_host or self._is_ours(host)):
+            raise Refused(403, f'this server is not "{_shown(host)}"; call it by the address that it listens at')
+        origin = head.get(b"origin")
+        if origin is not None and not _is_same(origin, host):
+            raise Refused(403, f'pages of "{_shown(origin)}" may not call this server; call it from no web page')
+        if self._token is not None and not any(self._is_token(value) for value in given):
+            raise Refused(401, f"the API key is not this server's; {self.rules.token_remedy}")
+        return head
+
+    def _is_ours(self, host: bytes) -> bool:
+        name = _name(host.decode("latin-1"))
+        return is_loopback(name) or (name != "" and name in (self.rules.host, self.rules.public_host))
+
+    def _is_token(self, value: bytes) -> bool:
+        assert self._token is not None
+        scheme, _, bearer = value.partition(b" ")
+        key = (bearer.strip() if scheme.lower() == b"bearer" else value).decode("latin-1").encode()
+        size = len(self._token)
+        # compared first: how long the comparison takes must not depend on the key
+        return hmac.compare_digest(key[:size], self._token) and key[size : size + 1] in (b"", b":")
+
+    def _check_body(self, head: Mapping[bytes, bytes], body: bytes) -> None:
+        if not body:
+            return
+        kind = head.get(b"content-type", b"").partition(b";")[0].strip().lower().decode("latin-1")
+        if kind not in self.rules.body_types:
+            wanted = " or ".join(self.rules.body_types)
+            raise Refused(415, f'the Content-Type of the body is "{kind[:80]}"; send {wanted}')
+        if head.get(b"content-encoding", b"identity").strip().lower() != b"identity":
+            raise Refused(415, "this server reads bodies that are not compressed; send it without Content-Encoding")
+
+    async def _body(self, receive: Receive) -> bytes:
+        rules, most = self.rules, self.rules.max_body
+        began = asyncio.get_running_loop().time()
+        size, body, more = 0, bytearray(), True
+        try:
+            async with asyncio.timeout_at(began + rules.body_s) as deadline:
+                while more and size <= _THROWN_AWAY * most:
+                    piece, more = await _next(receive)
+                    size += len(piece)
+                    if size <= most:
+                        body += piece
+                        self._held += len(piece)
+                    if self._held > max(_HELD, 4 * most):
+                        raise Refused(503, "this server is reading too many requests at once; try again")
+                    if more:
+                        deadline.reschedule(began + rules.body_s + size / _SLOWEST)
+        except TimeoutError:
+            raise Refused(408, f"the body did not come within {rules.body_s:g} s and one second for each MB") from None
+        finally:
+            self._held -= len(body)
+        if size > most:
+            raise Refused(413, f"the body is larger than {rules.max_body_mb:g} MB; {rules.body_remedy}")
+        return bytes(body)
+
+    async def _answer(self, scope: Any, receive: Receive, send: Send, refused: Refused) -> None:
+        if refused.status in (401, 403):  # its body was not read; unread, it would take the answer along when we close
+            with contextlib.suppress(TimeoutError, ConnectionError):
+                async with asyncio.timeout(_THROWN_AWAY_S):
+                    size, more = 0, True
+                    while more and size < _THROWN_AWAY_REFUSED:
+                        piece, more = await _next(receive)
+                        size += len(piece)
+        form, headers = self.rules.refuse(scope["path"], refused.status, str(refused))
+        body = json.dumps(form).encode()
+        named = {"content-type": JSON, "content-length": str(len(body)), "connection": "close", **headers}
+        pairs = [(name.encode(), value.encode()) for name, value in named.items()]
+        await send({"type": "http.response.start", "status": refused.status, "headers": pairs})
+        await send({"type": "http.response.body", "body": body})
+
+
+class _Read:
+    """`receive` of a request whose body was read already."""
+
+    __slots__ = ("_body", "_receive")
+
+    def __init__(self, body: bytes, receive: Receive) -> None:
+        self._body: bytes | None = body
+        self._receive = receive
+
+    async def __call__(self) -> Message:
+        if self._body is None:
+            return await self._receive()
+        body, self._body = self._body, None
+        return {"type": "http.request", "body": body, "more_body": False}
+
+
+async def _next(receive: Receive) -> tuple[bytes, bool]:
+    message = await receive()
+    if message["type"] == "http.disconnect":
+        raise ConnectionError
+    return message.get("body", b""), message.get("more_body", False)
+
+
+def _name(host: str) -> str:
+    """Of a Host header, without the port."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0].lower().removesuffix(".")
+
+
+def _is_same(origin: bytes, host: bytes) -> bool:
+    try:
+        return urlsplit(origin.decode("latin-1")).netloc.lower() == host.decode("latin-1").lower() != ""
+    except ValueError:
+        return False
+
+
+def _shown(value: bytes) -> str:
+    return value[:80].decode("latin-1")
+
+
+class _Connection(H11Protocol):
+    """One with deadlines for heads and for reading answers, and refused when there are too many."""
+
+    def __init__(self, config: uvicorn.Config, *given: Any, **named: Any) -> None:
+        super().__init__(config, *given, **named)
+        guard = config.app
+        assert isinstance(guard, Guard)
+        self._rules = guard.rules
+        self._head_late: asyncio.TimerHandle | None = None
+        self._write_late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self._rules.max_connections:
+            self._end("503 Service Unavailable")
+        else:
+            self._head_late = self.loop.call_later(self._rules.head_s, self._no_head)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.their_state is not h11.IDLE:
+            self._head_late = _cancelled(self._head_late)
+        elif self._head_late is None and self.timeout_keep_alive_task is None:  # a part of the next head
+            self._head_late = self.loop.call_later(self._rules.head_s, self._no_head)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._head_late = _cancelled(self._head_late)
+        self._write_late = _cancelled(self._write_late)
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._abort_soon()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._write_late = _cancelled(self._write_late)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing() and self.transport.get_write_buffer_size():
+            self._abort_soon()
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        self._abort_soon()
+
+    def _no_head(self) -> None:
+        self._head_late = None
+        self._end("408 Request Timeout")
+
+    def _end(self, status: str) -> None:
+        if not self.transport.is_closing():
+            self.transport.write(f"HTTP/1.1 {status}\r\nConnection: close\r\nContent-Length: 0\r\n\r\n".encode())
+            self.transport.close()
+            self._abort_soon()
+
+    def _abort_soon(self) -> None:
+        """A connection that is closed stays until its last bytes are read."""
+        if self._write_late is None:
+            self._write_late = self.loop.call_later(self._rules.write_s, self.transport.abort)
+
+
+def _cancelled(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()
+
+
+class HttpServer(uvicorn.Server):
+    """An application behind a guard. It leaves signals to the process that it lives in."""
+
+    def __init__(self, app: Application, rules: Rules) -> None:
+        super().__init__(
+            uvicorn.Config(
+                Guard(app, rules), http=_Connection, lifespan="off", ws="none", loop="none", log_config=None,
+                log_level="warning", access_log=False, server_header=False, date_header=False, proxy_headers=False,
+                timeout_keep_alive=rules.idle_s, timeout_graceful_shutdown=1,
+            )
+        )  # fmt: skip
+
+    async def begin(self, listening: socket.socket) -> asyncio.Task[None]:
+        """Serve; returns once requests are answered, with the task that ends when the server does."""
+        serving = asyncio.create_task(self._until_the_end(listening))
+        while not (self.started or serving.done()):  # noqa: ASYNC110  (uvicorn has no event for it)
+            await asyncio.sleep(0.002)
+        if serving.done():
+            serving.result()
+            raise ConfigError("the server ended before it began")
+        return serving
+
+    def stop(self) -> None:
+        """End once the requests under way are answered."""
+        self.should_exit = True
+
+    async def _until_the_end(self, listening: socket.socket) -> None:
+        """Until told to end or, where nobody does, until the event loop ends and cancels this."""
+        try:
+            await self.serve([listening])
+        finally:
+            for listener in getattr(self, "servers", ()):
+                listener.close()
+            for connection in list(self.server_state.connections):
+                if connection.transport is not None:
+                    connection.transport.abort()
+            listening.close()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield

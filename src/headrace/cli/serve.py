@@ -21,6 +21,9 @@ def tinker(
     api_key: Annotated[
         str | None, Parameter(help="Key that clients must send; begins with tml-.", env_var="HEADRACE_SERVE_KEY")
     ] = None,
+    public_host: Annotated[
+        str | None, Parameter(help="Name by which clients reach the server, beside its address: a proxy's, say.")
+    ] = None,
     dir: Annotated[Path, Parameter(help="Where checkpoints are kept.")] = Path("tinker"),
     dtype: Annotated[Literal["float32", "bfloat16", "float64"], Parameter(help="Type of the weights.")] = "float32",
     threads: Annotated[int, Parameter(help="Threads of the tensor library; 0 for its own choice.")] = 0,
@@ -30,7 +33,8 @@ def tinker(
     max_batch: Annotated[int, Parameter(help="Sequences of one set of weights decoded together.")] = 128,
     max_model_length: Annotated[int | None, Parameter(help="Longest sequence; by default the model's limit.")] = None,
     micro_batch_tokens: Annotated[int, Parameter(help="Tokens that a forward and backward pass takes at once.")] = 1536,
-    session_timeout_s: Annotated[float, Parameter(help="A session without a sign of life ends after this.")] = 300.0,
+    max_sessions: Annotated[int, Parameter(help="Clients at once.")] = 256,
+    session_timeout_s: Annotated[float, Parameter(help="A session without a sign of life ends after this.")] = 60.0,
     order_wait_s: Annotated[float, Parameter(help="How long a request waits for an earlier one.")] = 60.0,
     results_mb: Annotated[float, Parameter(help="Memory for results that wait to be fetched.")] = 512.0,
     max_body_mb: Annotated[float, Parameter(help="Largest request.")] = 256.0,
@@ -42,6 +46,7 @@ def tinker(
         model=model, name=name, host=host, port=port, api_key=api_key, folder=dir, dtype=dtype, threads=threads,
         rank_limit=rank_limit, max_models=max_models, max_samplers=max_samplers, max_batch=max_batch,
         max_model_length=max_model_length, micro_batch_tokens=micro_batch_tokens, session_timeout_s=session_timeout_s,
-        order_wait_s=order_wait_s, results_mb=results_mb, max_body_mb=max_body_mb,
+        max_sessions=max_sessions, public_host=public_host, order_wait_s=order_wait_s, results_mb=results_mb,
+        max_body_mb=max_body_mb,
     )  # fmt: skip
     load_object("headrace.serve.run:serve_tinker")(options, partial(print, flush=True))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import json
 import logging
 from collections.abc import Awaitable, Callable
@@ -16,7 +15,7 @@ from starlette.routing import Route
 from tinker import types
 
 from headrace.errors import HeadraceError
-from headrace.listening import read_body
+from headrace.listening import JSON, PROTOBUF, Rules
 from headrace.serve.catalogue import Catalogue
 from headrace.serve.checks import digest
 from headrace.serve.options import Refusal
@@ -79,11 +78,19 @@ class Routes:
         app.router.redirect_slashes = False
         return app
 
+    def rules(self) -> Rules:
+        """Who may ask, and how much at once."""
+        options = self._service.options
+        return Rules(
+            host=options.host, public_host=options.public_host, token=options.api_key,
+            token_remedy="set TINKER_API_KEY to what --api-key says", refuse=lambda *said: ({"detail": said[-1]}, {}),
+            body_types=(JSON, PROTOBUF), max_body_mb=options.max_body_mb, body_remedy="raise --max-body-mb",
+        )  # fmt: skip
+
     def _told(self, answer: Answer) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:
             try:
-                self._check_key(request)
-                found = await answer(request, await self._body(request))
+                found = await answer(request, await request.body())
                 if isinstance(found, Response):
                     return found
                 return Response(status_code=204) if found is None else JSONResponse(found)
@@ -99,24 +106,7 @@ class Routes:
 
         return endpoint
 
-    def _check_key(self, request: Request) -> None:
-        wanted = self._service.options.api_key
-        if wanted is None:
-            return
-        given = request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode(), wanted.encode()):
-            raise Refusal("the API key is not this server's; set TINKER_API_KEY to what --api-key says", status=401)
-
-    async def _body(self, request: Request) -> bytes:
-        most = int(self._service.options.max_body_mb * 2**20)
-        body = await read_body(request.stream(), most)
-        if body is None:
-            raise Refusal(f"the body is larger than {most >> 20} MB; raise --max-body-mb", status=413)
-        return body
-
     async def _forward_backward(self, request: Request, raw: bytes) -> Any:
-        if request.headers.get("content-encoding"):
-            raise Refusal("this server reads bodies that are not compressed")
         return self._service.forward_backward(raw)
 
     async def _sample(self, request: Request, raw: bytes) -> Any:
@@ -124,7 +114,7 @@ class Routes:
 
     async def _retrieve(self, request: Request, raw: bytes) -> Any:
         asked = read_json(types.FutureRetrieveRequest, raw)
-        outcome = await self._service.promises.wait(asked.request_id, _POLL_S)
+        outcome = await self._service.outcome(asked.request_id, _POLL_S)
         if outcome is None:  # the SDK comes again at once
             pending = {"type": "try_again", "request_id": asked.request_id, "queue_state": "active"}
             return JSONResponse(pending, 408)

@@ -9,6 +9,7 @@ from typing import Any
 
 from starlette.requests import Request
 
+from headrace.serve.checks import check_ttl
 from headrace.serve.options import Refusal
 from headrace.serve.samplers import BASE
 from headrace.serve.service import LiveModel, Service
@@ -117,8 +118,9 @@ class Catalogue:
             ttl_s = json.loads(raw)["ttl_seconds"]
         except (ValueError, KeyError, TypeError):
             ttl_s = False
-        if ttl_s is not None and (isinstance(ttl_s, bool) or not isinstance(ttl_s, int) or ttl_s < 1):
+        if ttl_s is not None and (isinstance(ttl_s, bool) or not isinstance(ttl_s, int)):
             raise Refusal("ttl_seconds must be a number of seconds, or null to keep the checkpoint for good")
+        check_ttl(ttl_s, shortest=1)
         self._service.store.expire(_path(request), ttl_s)
 
     async def _sampler(self, request: Request, raw: bytes) -> Any:

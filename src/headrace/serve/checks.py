@@ -13,6 +13,7 @@ from headrace.serve.options import Refusal
 from headrace.serve.store import check_name
 
 _SHORTEST_TTL_S = 3600
+_LONGEST_TTL_S = 10 * 365 * 24 * 3600
 
 
 def digest(raw: bytes) -> str:
@@ -32,10 +33,13 @@ def known_run(model_id: str) -> str:
     return "-"
 
 
-def check_ttl(ttl_s: int | None) -> None:
-    """Refuse a life that is too short."""
-    if ttl_s is not None and ttl_s < _SHORTEST_TTL_S:
-        raise Refusal(f"ttl_seconds must be at least {_SHORTEST_TTL_S}, got {ttl_s}; leave it out to keep it for good")
+def check_ttl(ttl_s: int | None, shortest: int = _SHORTEST_TTL_S) -> None:
+    """Refuse a life that is too short, or longer than a clock can tell."""
+    if ttl_s is not None and not shortest <= ttl_s <= _LONGEST_TTL_S:
+        raise Refusal(
+            f"ttl_seconds must be between {shortest} and {_LONGEST_TTL_S}, got {str(ttl_s)[:40]}; "
+            "leave it out, or give null, to keep the checkpoint for good"
+        )
 
 
 def check_adam(params: types.AdamParams) -> None:

@@ -82,9 +82,15 @@ class Promises:
         promise = self._all[request_id] = Promise(request_id, session, digest, work)
         return promise
 
-    def start(self, promise: Promise) -> None:
+    def start(self, promise: Promise) -> asyncio.Task[None]:
         """Carry it out now, beside others."""
         promise.task = asyncio.create_task(self.run(promise))
+        return promise.task
+
+    def session_of(self, request_id: str) -> str:
+        """Whose request it is; empty if nobody's."""
+        promise = self._all.get(request_id)
+        return "" if promise is None else promise.session
 
     async def run(self, promise: Promise) -> None:
         await promise.run()

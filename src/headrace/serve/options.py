@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ipaddress
 from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.errors import ConfigError, HeadraceError
+from headrace.listening import is_loopback
 
 
 class Refusal(HeadraceError, ValueError):
@@ -27,6 +27,8 @@ class ServeOptions:
     host: str = "127.0.0.1"
     port: int = 8500
     api_key: str | None = None
+    public_host: str | None = None
+    """Name under which clients reach the server, beside its address: a proxy's, say."""
     folder: Path = Path("tinker")
     """Where checkpoints are kept."""
     dtype: str = "float32"
@@ -43,8 +45,10 @@ class ServeOptions:
     """Sequences that may wait; with more, clients are told to come again."""
     max_model_length: int | None = None
     micro_batch_tokens: int = 1536
-    session_timeout_s: float = 300.0
-    """Without a sign of life for this long, a session ends and its memory is freed."""
+    max_sessions: int = 256
+    """Clients at once."""
+    session_timeout_s: float = 60.0
+    """Without a sign of life for this long, a session ends and its memory is freed. The SDK gives one every 10 s."""
     order_wait_s: float = 60.0
     """How long a request waits for one of the same model with a smaller number."""
     results_mb: float = 512.0
@@ -59,19 +63,9 @@ class ServeOptions:
                 f"--host {self.host} can be reached from other machines, and no API key is set; "
                 "give --api-key tml-SECRET, or keep to 127.0.0.1"
             )
-        counts = ("rank_limit", "max_models", "max_samplers", "max_batch", "max_waiting", "micro_batch_tokens")
-        for name in (*counts, "session_timeout_s", "order_wait_s", "results_mb", "max_body_mb"):
+        counts = ("rank_limit", "max_models", "max_samplers", "max_batch", "max_waiting", "max_sessions")
+        for name in (*counts, "micro_batch_tokens", "session_timeout_s", "order_wait_s", "results_mb", "max_body_mb"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"--{name.replace('_', '-')} must be above 0, got {getattr(self, name)}")
         if not 0 <= self.port < 65536:
             raise ConfigError(f"--port must be between 0 (any free one) and 65535, got {self.port}")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach the address."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

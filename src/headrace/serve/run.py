@@ -8,34 +8,19 @@ import logging
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 
-import uvicorn
-
-from headrace.listening import listen
+from headrace.listening import HttpServer, listen
 from headrace.serve.app import Routes
 from headrace.serve.options import ServeOptions
 from headrace.serve.service import Service
 
 log = logging.getLogger("headrace")
 
-_IDLE_S = 75  # longer than clients keep idle connections, so that none is closed in their hands
-
-
-class _Server(uvicorn.Server):
-    """One that leaves signals to us."""
-
-    def stop(self) -> None:
-        self.should_exit = True
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-Ready = Callable[[Service, _Server], None]
+Ready = Callable[[Service, HttpServer], None]
 
 
 def serve_tinker(options: ServeOptions, report: Callable[[str], None]) -> None:
@@ -43,7 +28,7 @@ def serve_tinker(options: ServeOptions, report: Callable[[str], None]) -> None:
     logging.basicConfig(format="%(levelname)s: %(message)s")
     listening = _listen(options)
 
-    def ready(service: Service, server: _Server) -> None:
+    def ready(service: Service, server: HttpServer) -> None:
         loop = asyncio.get_running_loop()
 
         def stop() -> None:
@@ -63,7 +48,7 @@ def serve_tinker(options: ServeOptions, report: Callable[[str], None]) -> None:
 def running(options: ServeOptions) -> Iterator[str]:
     """A server in a thread of this process, and its URL."""
     listening = _listen(options)
-    started: Future[_Server] = Future()
+    started: Future[HttpServer] = Future()
 
     def body() -> None:
         try:
@@ -85,16 +70,10 @@ def running(options: ServeOptions) -> Iterator[str]:
 
 async def _serve(options: ServeOptions, listening: socket.socket, ready: Ready) -> None:
     service = Service(options)
-    config = uvicorn.Config(
-        Routes(service).app(), lifespan="off", ws="none", loop="none", http="h11", log_config=None,
-        log_level="warning", access_log=False, server_header=False, date_header=False, timeout_keep_alive=_IDLE_S,
-        timeout_graceful_shutdown=1,
-    )  # fmt: skip
-    server = _Server(config)
-    serving = asyncio.create_task(server.serve([listening]))
+    routes = Routes(service)
+    server = HttpServer(routes.app(), routes.rules())
+    serving = await server.begin(listening)
     reaping = asyncio.create_task(_end_silent_sessions(service))
-    while not (server.started or serving.done()):  # noqa: ASYNC110  (uvicorn has no event for it)
-        await asyncio.sleep(0.01)
     ready(service, server)
     try:
         await serving
@@ -106,9 +85,11 @@ async def _serve(options: ServeOptions, listening: socket.socket, ready: Ready) 
 
 
 async def _end_silent_sessions(service: Service) -> None:
+    pause_s = min(2.0, service.options.session_timeout_s / 4)
     while True:
-        await asyncio.sleep(min(10.0, service.options.session_timeout_s / 4))
-        for session in service.end_silent_sessions():
+        due = time.monotonic() + pause_s
+        await asyncio.sleep(pause_s)
+        for session in service.end_silent_sessions(max(0.0, time.monotonic() - due)):
             log.warning("session %s gave no sign of life and was ended", session)
 
 

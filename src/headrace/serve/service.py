@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -21,23 +21,13 @@ from headrace.serve.losses import check_rows
 from headrace.serve.options import Refusal, ServeOptions
 from headrace.serve.samplers import BASE, Samplers
 from headrace.serve.sampling import SamplerPool
+from headrace.serve.sessions import SamplingSession, Session
 from headrace.serve.store import CheckpointPath, Store, check_name
 from headrace.serve.training import TrainedModel
 from headrace.serve.wire import Outcome, peek_train, read_train, train_outcome
 
+_SAMPLERS = 10_000  # handles on weights that a session may have; its oldest go first
 T = TypeVar("T")
-
-
-@dataclass(slots=True, eq=False)
-class Session:
-    """A client that is alive as long as its heart beats."""
-
-    id: str
-    user_metadata: Mapping[str, Any] | None
-    display_name: str | None
-    seen: float = field(default_factory=time.monotonic)
-    models: list[str] = field(default_factory=list)
-    samplers: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,15 +43,6 @@ class LiveModel:
     @property
     def shape(self) -> LoraShape:
         return self.trained.adapted.shape
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingSession:
-    """A client's handle on a set of weights."""
-
-    id: str
-    session: Session
-    key: str
 
 
 class Service:
@@ -80,7 +61,7 @@ class Service:
         self.sessions: dict[str, Session] = {}
         self.models: dict[str, LiveModel] = {}
         self.sampling: dict[str, SamplingSession] = {}
-        self._coming = 0  # models that are being made
+        self._coming: set[str] = set()  # models that are being made
 
     async def on_learner(self, function: Callable[[], T]) -> T:
         """Run on the thread that trains."""
@@ -96,6 +77,10 @@ class Service:
     # ---- sessions -------------------------------------------------------------------------------------------------
 
     def create_session(self, request: types.CreateSessionRequest) -> dict[str, Any]:
+        if len(self.sessions) >= self.options.max_sessions:
+            raise Refusal(
+                f"{len(self.sessions)} sessions are open already; close a ServiceClient, or raise --max-sessions"
+            )
         session = Session(str(uuid.uuid4()), request.user_metadata, request.display_name)
         self.sessions[session.id] = session
         return {"type": "create_session", "session_id": session.id}
@@ -121,17 +106,27 @@ class Service:
             return
         for model_id in session.models:
             self._unload(model_id)
-        for sampler_id in session.samplers:
-            self.sampling.pop(sampler_id, None)
+        ended = {found.key for one in session.samplers if (found := self.sampling.pop(one, None))}
+        for key in ended - {sampling.key for sampling in self.sampling.values()}:
+            self.samplers.forget(key)
         self.promises.drop_session(session_id)
 
-    def end_silent_sessions(self) -> list[str]:
-        """End those whose heart has stopped."""
+    def end_silent_sessions(self, held_up_s: float = 0.0) -> list[str]:
+        """End those whose heart has stopped; time for which we were held up ourselves does not count."""
         limit = time.monotonic() - self.options.session_timeout_s
+        for session in self.sessions.values():
+            session.seen += held_up_s
         silent = [session.id for session in self.sessions.values() if session.seen < limit]
         for session_id in silent:
             self.end_session(session_id)
         return silent
+
+    async def outcome(self, request_id: str, timeout_s: float) -> Outcome | None:
+        """What came of a request, or None if nothing did yet. Who waits for it is alive."""
+        session = self.sessions.get(self.promises.session_of(request_id))
+        if session is not None:
+            session.seen = time.monotonic()
+        return await self.promises.wait(request_id, timeout_s)
 
     # ---- models ---------------------------------------------------------------------------------------------------
 
@@ -141,27 +136,22 @@ class Service:
         request_id, mark = f"{model_id}:0", digest(raw)
         if self.promises.find(request_id, mark) is None:
             shape = self._shape(request)
-            if len(self.models) + self._coming >= self.options.max_models:
-                raise Refusal(
-                    f"{len(self.models) + self._coming} models are in training already; end a session, or raise "
-                    "--max-models"
-                )
+            if (count := len(self.models.keys() | self._coming)) >= self.options.max_models:
+                raise Refusal(f"{count} models are in training already; end a session, or raise --max-models")
             seed = request.lora_config.seed if request.lora_config else None
             metadata = texts(request.user_metadata)
-            self._coming += 1
+            self._coming.add(model_id)
             promise = self.promises.add(
                 request_id, session.id, mark, lambda: self._create(session, model_id, shape, seed, metadata)
             )
-            self.promises.start(promise)
+            # not in the work itself, which never begins if its session ends at once
+            self.promises.start(promise).add_done_callback(lambda _: self._coming.discard(model_id))
         return {"request_id": request_id, "model_id": model_id}
 
     async def _create(
         self, session: Session, model_id: str, shape: LoraShape, seed: int | None, metadata: Mapping[str, str] | None
     ) -> Outcome:
-        try:
-            adapted = await self.on_learner(lambda: self.base.adapted(shape, seed))
-        finally:
-            self._coming -= 1
+        adapted = await self.on_learner(lambda: self.base.adapted(shape, seed))
         if session.id not in self.sessions:
             raise Refusal("the session ended while its model was made")
         trained = TrainedModel(adapted, self.options.micro_batch_tokens)
@@ -391,4 +381,7 @@ class Service:
     def _add_sampling_session(self, sampling: SamplingSession) -> None:
         if sampling.id not in self.sampling:
             sampling.session.samplers.append(sampling.id)
+            for oldest in sampling.session.samplers[:-_SAMPLERS]:
+                sampling.session.samplers.remove(oldest)
+                del self.sampling[oldest]
         self.sampling[sampling.id] = sampling

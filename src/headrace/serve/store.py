@@ -31,6 +31,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:=+@-]{0,199}")
 _FILES = ("weights", "optimizer")
 _NOTE = "checkpoint.json"
 _LEFTOVER_AGE_S = 3600.0
+_LAST_MOMENT = datetime(9999, 12, 31, tzinfo=UTC).timestamp()  # that can be written
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ class Note:
 
 def moment(seconds: float) -> str:
     """A time as the SDK reads it."""
-    return datetime.fromtimestamp(seconds, UTC).isoformat()
+    return datetime.fromtimestamp(min(seconds, _LAST_MOMENT), UTC).isoformat()
 
 
 def check_name(name: str, what: str) -> str:

@@ -5,18 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import hmac
 import json
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -33,12 +30,11 @@ from headrace.agents.gateway.stream import EventStream
 from headrace.agents.gateway.wire import Call, Dialect, Fields, Identity, Refusal, Reply, openai_error, parse_json
 from headrace.config import GatewaySection
 from headrace.errors import ConfigError, HeadraceError
-from headrace.listening import listen, read_body
+from headrace.listening import HttpServer, Rules, listen
 
 log = logging.getLogger("headrace")
 
 DIALECTS: tuple[Dialect, ...] = (ChatCompletions(), Completions(), Responses(), Messages())
-_IDLE_S = 30  # longer than clients keep idle connections, so that none is closed in their hands
 _LAST_WORDS_S = 1.0  # for answers on their way when the server ends
 _NO_RETRY = {"x-should-retry": "false"}  # the clients of both OpenAI and Anthropic go by it
 
@@ -52,7 +48,7 @@ class Gateway:
         self._sessions: dict[str, Session] = {}
         self._warned: set[str] = set()
         self._socket: socket.socket | None = None
-        self._server: _Server | None = None
+        self._server: HttpServer | None = None
         self._serving: asyncio.Task[None] | None = None
 
     @property
@@ -87,18 +83,9 @@ class Gateway:
     async def start(self) -> None:
         """Listen."""
         self._socket = _listen(self._settings)
-        config = uvicorn.Config(
-            self._app(), lifespan="off", ws="none", loop="none", http="h11", log_config=None, log_level="warning",
-            access_log=False, server_header=False, date_header=False, timeout_keep_alive=_IDLE_S,
-            timeout_graceful_shutdown=1,
-        )  # fmt: skip
-        self._server = _Server(config)
-        self._serving = asyncio.create_task(self._serve(self._server, self._socket))
-        while not self._server.started:
-            if self._serving.done():
-                self._serving.result()
-                raise ConfigError("the gateway's server ended before it began")
-            await asyncio.sleep(0.002)
+        self._server = HttpServer(self._app(), self._rules())
+        self._serving = await self._server.begin(self._socket)
+        self._serving.add_done_callback(lambda _: _forget(self))
 
     async def close(self) -> None:
         """End all sessions, and the server."""
@@ -112,23 +99,18 @@ class Gateway:
         self._serving.cancel()  # its own way of ending takes a tenth of a second or more
         await asyncio.wait({self._serving})
 
-    async def _serve(self, server: _Server, listening: socket.socket) -> None:
-        """Until told to end or, where nobody does, until the event loop ends and cancels this."""
-        try:
-            await server.serve([listening])
-        finally:
-            for listener in getattr(server, "servers", ()):
-                listener.close()
-            for connection in list(server.server_state.connections):
-                if connection.transport is not None:
-                    connection.transport.abort()
-            listening.close()
-            _forget(self)
-
     def _warn_once(self, sentence: str) -> None:
         if sentence not in self._warned:
             self._warned.add(sentence)
             log.warning("%s", sentence)
+
+    def _rules(self) -> Rules:
+        settings = self._settings
+        return Rules(
+            host=settings.host, public_host=settings.public_host, refuse=_refuse, token=self._token or None,
+            token_remedy="send gateway.token as API key", max_body_mb=settings.max_body_mb,
+            body_remedy="raise gateway.max_body_mb",
+        )  # fmt: skip
 
     # ---- requests ----------------------------------------------------------------------------------------------------
 
@@ -165,7 +147,7 @@ class Gateway:
 
     async def _answer(self, dialect: Dialect, request: Request) -> Response:
         session = self._session_of(request)
-        raw = await self._body(request)
+        raw = await request.body()
         warn = session.warn_once if self._settings.unsupported == "warn" else None
         call = dialect.read(Fields(parse_json(raw), warn=warn), session)
         task = session.start(call, _identity(request, raw))
@@ -202,7 +184,7 @@ class Gateway:
 
     async def _count_tokens(self, request: Request) -> Response:
         session = self._session_of(request)
-        fields = Fields(parse_json(await self._body(request)))
+        fields = Fields(parse_json(await request.body()))
         messages, tools = read_conversation(fields)
         return JSONResponse({"input_tokens": session.count_tokens(messages, tools)})
 
@@ -212,36 +194,18 @@ class Gateway:
         return JSONResponse({"object": "list", "data": [model]})
 
     def _session_of(self, request: Request) -> Session:
-        """By the URL or, without one there, by the key. Beyond loopback the key must have the token, too."""
+        """By the URL or, without one there, by the key, after the token if there is one."""
         scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
         key = bearer.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
         name = request.path_params.get("session")
         if name is None:
-            head, _, tail = key.rpartition(":")
-            key, name = (head, tail) if self._token else ("", key)
-        if self._token and not hmac.compare_digest(key.encode(), self._token.encode()):
-            raise Refusal(401, "the API key does not hold the gateway's token; send gateway.token as API key")
+            name = key.rpartition(":")[2]
         session = self._sessions.get(name)
         if session is None:
             known = "path" if request.path_params else "API key"
             status = 404 if request.path_params else 401
             raise Refusal(status, f"the {known} names no open session; a session ends with its episode", "no_session")
         return session
-
-    async def _body(self, request: Request) -> bytes:
-        body = await read_body(request.stream(), int(self._settings.max_body_mb * 2**20))
-        if body is not None:
-            return body
-        limit = self._settings.max_body_mb
-        raise Refusal(413, f"the body is larger than {limit:g} MB; raise gateway.max_body_mb", "too_large")
-
-
-class _Server(uvicorn.Server):
-    """One that leaves signals to the run, whose process it lives in."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 _running: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[Gateway]] = WeakKeyDictionary()
@@ -298,6 +262,12 @@ def _token(settings: GatewaySection) -> str:
 
 def _listen(settings: GatewaySection) -> socket.socket:
     return listen(settings.host, settings.port, "the gateway", "change gateway.host or gateway.port")
+
+
+def _refuse(path: str, status: int, sentence: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """What does not reach the routes, in the form of the API that was asked."""
+    dialect = next((one for one in DIALECTS if path.endswith(one.path)), DIALECTS[0])
+    return dialect.error(Refusal(status, sentence)), {} if status in (408, 503) else _NO_RETRY
 
 
 def _identity(request: Request, raw: bytes) -> Identity:
