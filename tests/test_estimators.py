@@ -117,6 +117,100 @@ def test_the_baseline_of_prpo_is_that_of_the_whole_batch() -> None:
     assert flat(found) == near([ROOT, -ROOT / 3, -ROOT / 3, -ROOT / 3], 1e-5)
 
 
+# ---- rollouts with several trajectories ------------------------------------------------------------------------------
+
+
+def of_rollouts(*rollouts: Sequence[float]) -> GroupRewards:
+    """One group; each rollout has trajectories with these rewards, all of the same length."""
+    rewards = tuple(reward for rollout in rollouts for reward in rollout)
+    owners = tuple(place for place, rollout in enumerate(rollouts) for _ in rollout)
+    return GroupRewards(rewards, (3,) * len(rewards), owners)
+
+
+ONCE: list[tuple[Estimator, list[float]]] = [
+    (grpo, [1, 1, 1, -1]),
+    (dr_grpo, [0.5, 0.5, 0.5, -0.5]),
+    (rloo, [1, 1, 1, -1]),
+    (reinforce, [1, 1, 1, 0]),
+    (reinforce_plus_plus_baseline, [1, 1, 1, -1]),
+    (prpo, [1, 1, 1, -1]),
+    (maxrl, [1, 1, 1, -1]),
+    (pkpo, [0.25, 0.25, 0.25, -0.25]),
+    (opo, [0.5, 0.5, 0.5, -0.5]),
+    (constant, [1, 1, 1, 1]),
+]
+
+
+@pytest.mark.parametrize(("estimator", "expected"), ONCE, ids=lambda given: getattr(given, "__name__", ""))
+def test_a_rollout_with_several_trajectories_counts_once(estimator: Estimator, expected: list[float]) -> None:
+    found = estimator([of_rollouts([1, 1, 1], [0])], AlgorithmSection(pass_k=1))
+    assert found == [near(expected, 1e-5)]
+
+
+@given(batches, sections)
+@examples
+def test_trajectories_that_a_rollout_has_twice_change_nothing(rewards: list[list[float]], section: Any) -> None:
+    once = [of_rollouts(*([reward] for reward in group)) for group in rewards]
+    twice = [of_rollouts(*([reward] * (1 + place % 2) for place, reward in enumerate(group))) for group in rewards]
+    for estimator in EVERY:
+        alone, repeated = estimator(once, section), estimator(twice, section)
+        for group, one, many in zip(twice, alone, repeated, strict=True):
+            assert many == near([one[rollout] for rollout in group.rollouts], 1e-6)
+
+
+def test_trajectories_of_one_rollout_differ_by_their_own_reward() -> None:
+    # rollouts 0.5 and 0: mean 0.25, deviation 0.25
+    group = of_rollouts([1, 0], [0])
+    assert grpo([group], PLAIN) == [near([3, -1, -1], 1e-4)]
+    assert dr_grpo([group], PLAIN) == [[0.75, -0.25, -0.25]]
+    assert rloo([group], PLAIN) == [[1.5, -0.5, -0.5]]
+    assert group.rollout_rewards == (0.5, 0.0)
+
+
+def test_rollouts_that_are_alike_give_no_huge_advantages() -> None:
+    alike = [of_rollouts([1, 0], [0, 1]), of_rollouts([0.1, 0.2, 0.3], [0.3, 0.1, 0.2])]
+    for estimator in (grpo, reinforce_plus_plus_baseline):
+        assert flat(estimator(alike, PLAIN)) == [0.0] * 10
+    assert flat(prpo(alike[:1], PLAIN)) == [0.0] * 4
+
+
+def test_a_single_rollout_has_nothing_to_compare_with() -> None:
+    for estimator in GROUP_RELATIVE:
+        assert estimator([of_rollouts([1.0, 0.0, 0.0])], PLAIN) == [[0.0, 0.0, 0.0]]
+
+
+def test_groups_say_which_rollout_a_trajectory_is_of() -> None:
+    told: list[GroupRewards] = []
+
+    def listens(groups: Sequence[GroupRewards], algorithm: AlgorithmSection) -> list[list[float]]:
+        told.extend(groups)
+        return reinforce(groups, algorithm)
+
+    register("estimator", "listens_to_rollouts", listens)
+    members = [
+        Trajectory(trajectory().steps, "solver", reward, idx)
+        for reward, idx in ((1, 5), (0, 5), (1, 9), (0, -1), (1, -1))
+    ]
+    assign_advantages(
+        [TrajectoryGroup("t", "solver", tuple(members))], AlgorithmSection(estimator="listens_to_rollouts")
+    )
+    assert told[0].rollouts == (0, 0, 1, 2, 3) and told[0].count == 4
+    assert told[0].rollout_rewards == (0.5, 1.0, 0.0, 1.0)
+
+
+@pytest.mark.parametrize("estimator", EVERY, ids=lambda given: given.__name__)
+@pytest.mark.parametrize("large", [1e200, 1e300, 1.7e308])
+def test_huge_rewards_give_finite_advantages(estimator: Estimator, large: float) -> None:
+    least = 0.0 if estimator is maxrl else -large
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (found,) = estimator([GroupRewards((large, least, least, large), (1, 2, 3, 4))], AlgorithmSection(pass_k=2))
+    assert all(math.isfinite(value) for value in found)
+    assert estimator is constant or found[0] > found[1]
+    if estimator in (grpo, reinforce_plus_plus_baseline, prpo, maxrl):
+        assert found == near([1, -1, -1, 1], 1e-4)
+
+
 # ---- groups of one, equal, empty -------------------------------------------------------------------------------------
 
 
@@ -376,8 +470,7 @@ def test_groups_of_one_are_warned_of_once_per_estimator() -> None:
             assigned = assign_advantages([group(1.0), group(1.0, 0.0), group(0.5)], algorithm)
             assert scalars(assigned)[0] == scalars(assigned)[2] == [0.0]
     assert [str(w.message).split(",")[0] for w in caught] == [
-        f'a group of one trajectory has advantage 0 under estimator "{path_of(estimator)}"'
-        for estimator in (grpo, rloo)
+        f'a group of one rollout has advantage 0 under estimator "{path_of(estimator)}"' for estimator in (grpo, rloo)
     ]
 
 

@@ -10,7 +10,7 @@ from functools import cache
 from headrace.advantage.estimators import GroupRewards, is_group_relative
 from headrace.advantage.precomputed import use_precomputed, warn_of_overwriting
 from headrace.config import AlgorithmSection
-from headrace.data.episode import Trajectory, TrajectoryGroup
+from headrace.data.episode import NO_ROLLOUT, Trajectory, TrajectoryGroup
 from headrace.errors import DataError
 from headrace.registry import resolve
 
@@ -43,9 +43,10 @@ def trained_roles(groups: Sequence[TrajectoryGroup], algorithm: AlgorithmSection
 
 def _estimate(name: str, groups: list[TrajectoryGroup], algorithm: AlgorithmSection) -> list[TrajectoryGroup]:
     estimator = resolve("estimator", name)
-    if is_group_relative(estimator) and any(len(group.trajectories) == 1 for group in groups):
+    rewards = [_rewards_of(group) for group in groups]
+    if is_group_relative(estimator) and any(group.count == 1 for group in rewards):
         _warn_of_singletons(name)
-    advantages = estimator([_rewards_of(group) for group in groups], algorithm)
+    advantages = estimator(rewards, algorithm)
     wanted = [len(group.trajectories) for group in groups]
     try:
         found = [len(scalars) for scalars in advantages]
@@ -61,7 +62,11 @@ def _estimate(name: str, groups: list[TrajectoryGroup], algorithm: AlgorithmSect
 
 def _rewards_of(group: TrajectoryGroup) -> GroupRewards:
     lengths = tuple(sum(len(step.response_ids) for step in t.steps) for t in group.trajectories)
-    return GroupRewards(group.rewards(), lengths)
+    # a trajectory that does not know its rollout counts as one of its own
+    rollouts = tuple(
+        -1 - place if t.rollout_idx == NO_ROLLOUT else t.rollout_idx for place, t in enumerate(group.trajectories)
+    )
+    return GroupRewards(group.rewards(), lengths, rollouts)
 
 
 def _with_advantages(group: TrajectoryGroup, scalars: Sequence[float]) -> TrajectoryGroup:
@@ -79,7 +84,7 @@ def _with_advantage(trajectory: Trajectory, scalar: float) -> Trajectory:
 @cache  # once per process and estimator
 def _warn_of_singletons(name: str) -> None:
     warnings.warn(
-        f'a group of one trajectory has advantage 0 under estimator "{name}", which compares within groups; '
+        f'a group of one rollout has advantage 0 under estimator "{name}", which compares within groups; '
         f'raise rollout.group_size, drop such groups with filters.min_trajectories = 2, or use estimator "reinforce"',
         stacklevel=4,
     )
