@@ -60,20 +60,21 @@ class OwnBackend:
 
     def _forward_backward(self, batch: TrainBatch, algorithm: AlgorithmSection) -> Trained:
         losses.require_trainable(algorithm, batch)
-        metrics, found = MetricsAggregator(), [()] * len(batch.samples)
+        metrics, found, rejected = MetricsAggregator(), [()] * len(batch.samples), set()
         for indices in batch.micro_batches:
             samples = [batch.samples[i] for i in indices]
             logprobs_N, entropy_N = score(self._model, samples)
             tokens = TokenTensors(samples, [batch.weights[i] for i in indices], logprobs_N.dtype)
             logprobs_M, entropy_M = logprobs_N[tokens.where_M], entropy_N[tokens.where_M]  # of the trained targets
             context = losses.loss_context(tokens, logprobs_M, algorithm, self._config.dpo.beta)
-            loss_M, figures = losses.token_losses(context, samples, entropy_M, tokens.sampled_M)
+            loss_M, figures, rejected_R = losses.token_losses(context, samples, entropy_M, tokens.sampled_M)
             losses.require_finite(loss_M, tokens.row_M, batch, indices)
             (loss_M * tokens.weights_M).sum().backward()  # the normaliser comes with optim_step
-            losses.record_losses(metrics, loss_M, entropy_M, figures)
+            losses.record_losses(metrics, loss_M[~rejected_R[tokens.row_M]], entropy_M, figures)
+            rejected |= {indices[row] for row in rejected_R.nonzero().flatten().tolist()}
             for index, part in zip(indices, logprobs_M.split(tokens.counts), strict=True):
                 found[index] = tuple(part.tolist())
-        return Trained(metrics, tuple(found))
+        return Trained(metrics, tuple(found), frozenset(rejected))
 
     async def optim_step(self, lr: float, grad_scale: float) -> MetricsAggregator:
         return await to_thread(apply_gradient, self._optimizer, lr, grad_scale, self._config.optimizer.grad_clip)

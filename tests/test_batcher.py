@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -174,6 +175,15 @@ def test_worked_losses(aggregation: str) -> None:
     losses = {id(short): [100.0, 4.0], id(long): [100.0, 1.0, 1.0, 1.0]}
     how = algorithm(aggregation)
     assert total_loss([pack([short, long], how, 64)], how, losses) == pytest.approx(WORKED[aggregation])
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_what_is_rejected_does_not_count_in_the_normaliser(aggregation: str) -> None:
+    how, rows = algorithm(aggregation), [sample([0, 1]), sample([0, 1, 1, 1]), sample([0, 1, 1])]
+    whole = replace(pack(rows, how, 64), rejected=frozenset({0, 2}))
+    assert grad_scale([whole], how) == grad_scale([pack(rows[1:2], how, 64)], how)
+    pieces = [replace(pack([row], how, 64), rejected=frozenset({0} if row is not rows[1] else ())) for row in rows]
+    assert grad_scale(pieces, how) == grad_scale([whole], how)
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,16 @@ from headrace import Task, Trajectory
 from headrace.advantage.gae import gae
 from headrace.agents.chat import ChatTemplate
 from headrace.agents.completer import Model
+from headrace.backends.local.token_losses import token_losses
+from headrace.backends.losses import LossContext
 from headrace.config import AlgorithmSection, KlSection, RoleSection
 from headrace.data.sample import NO_VERSION, Sample
-from headrace.objectives import AdvantageObjective
+from headrace.learner import Learner
+from headrace.metrics import MetricsAggregator
+from headrace.objectives import AdvantageObjective, Completion, Part, Prepared
 from headrace.pipeline.batcher import grad_scale, pack
+from headrace.pipeline.buffer import FinishedGroup
+from headrace.pipeline.staleness import StalenessPolicy
 from watched import (
     FLOAT64,
     WatchedBackend,
@@ -242,6 +248,82 @@ async def test_a_correction_weighs_the_gradient(name: str) -> None:
     with pytest.raises(AssertionError):
         assert_same_gradient(got, await gradient(backend, samples, plain), 1e-3)
     await backend.close()
+
+
+class _Given:
+    """An objective whose groups are batches already."""
+
+    streams = True
+
+    def __init__(self, algorithm: AlgorithmSection) -> None:
+        self._algorithm = algorithm
+
+    async def prepare(self, groups: Sequence[Any], version: int) -> Prepared:
+        return Prepared(Part(pack(list(groups), self._algorithm, 40), self._algorithm), MetricsAggregator())
+
+    def complete(self, parts: Sequence[Part], step: int) -> Completion:
+        return Completion((), grad_scale([part.batch for part in parts], self._algorithm))
+
+
+AGGREGATIONS = ["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "token_sum", "constant"]
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+async def test_a_step_is_normalised_without_what_is_rejected(aggregation: str) -> None:
+    """In pieces or at once; KL and entropy of rejected rows are out as well."""
+    backend = make_backend(**FLOAT64, optimizer={"grad_clip": 0.0, "lr": 1e-30})
+    rows = random_samples(6, 90, seed=3)
+    exact = await backend.compute_logprobs(pack(rows, IMITATE, 512))
+    rows = [replace(s, logprobs=tuple(own), reference_logprobs=s.logprobs) for s, own in zip(rows, exact, strict=True)]
+    off = [replace(s, logprobs=tuple(x + 1.0 for x in s.logprobs)) if i in (1, 2) else s for i, s in enumerate(rows)]
+    settings = {"proximal": "recompute", "aggregation": aggregation, "entropy_coef": 0.1, "kl": {"coef": 0.1}}
+    plain = AlgorithmSection.model_validate(settings)
+    masking = AlgorithmSection.model_validate({**settings, "correction": {"name": "sequence_mask", "low": 0.7}})
+
+    async def norm(samples: Sequence[Sample], algorithm: AlgorithmSection, *sizes: int) -> float:
+        learner = Learner(backend._config, backend, _Given(algorithm), StalenessPolicy(0))
+        left = list(samples)
+        for size in sizes:
+            piece, left = tuple(left[:size]), left[size:]
+            await learner.learn([], [FinishedGroup(0, (), piece, 1)])  # type: ignore[arg-type]
+        await learner.update(0)
+        return learner.metrics.reduce()["policy/grad_norm"]
+
+    wanted = await norm([s for i, s in enumerate(off) if i not in (1, 2)], plain, 4)
+    assert await norm(off, masking, 6) == pytest.approx(wanted, rel=1e-9)
+    assert await norm(off, masking, 1, 2, 3) == pytest.approx(wanted, rel=1e-9)
+    await backend.close()
+
+
+async def test_a_token_that_icepop_zeroes_stays_in_the_normaliser() -> None:
+    """Two tokens of advantage 1, one far off: the mean is over both (0.5), with sequence_mask over one (1)."""
+    context: dict[str, Any] = {
+        "logprobs_M": torch.zeros(2),
+        "sampler_logprobs_M": torch.tensor([0.0, 5.0]),
+        "row_M": torch.arange(2),
+    }
+    for name, wanted in (("icepop", 0.5), ("sequence_mask", 1.0), ("veto", 1.0)):
+        section = {"name": name} | ({"floor": 0.1} if name == "veto" else {"low": 0.5, "high": 2.0})
+        algorithm = AlgorithmSection.model_validate({"proximal": "recompute", "correction": section})
+        rows = [Sample((1, 2), (1,), (-s,), (0,), (1.0,)) for s in (0.0, 5.0)]
+        given = LossContext(
+            old_logprobs_M=torch.zeros(2), advantages_M=torch.ones(2), rows=2, algorithm=algorithm, **context
+        )
+        loss_M, _, rejected_R = token_losses(given, rows, torch.zeros(2), torch.ones(2, dtype=torch.bool))
+        batch = replace(pack(rows, algorithm, 64), rejected=frozenset(rejected_R.nonzero().flatten().tolist()))
+        assert -float(loss_M.sum()) * grad_scale([batch], algorithm) == wanted
+
+
+async def test_given_text_does_not_get_its_row_rejected() -> None:
+    row = Sample((1, 2, 3), (1, 1), (0.0, -1.0), (NO_VERSION, 0), (1.0, 1.0))
+    algorithm = AlgorithmSection.model_validate({"proximal": "recompute", "correction": {"name": "veto"}})
+    logprobs_M = torch.tensor([-30.0, -1.0])
+    given = LossContext(
+        logprobs_M=logprobs_M, old_logprobs_M=logprobs_M, sampler_logprobs_M=torch.tensor([0.0, -1.0]),
+        advantages_M=torch.ones(2), row_M=torch.zeros(2, dtype=torch.long), rows=1, algorithm=algorithm,
+    )  # fmt: skip
+    loss_M, _, rejected_R = token_losses(given, [row], torch.zeros(2), torch.tensor([False, True]))
+    assert rejected_R.tolist() == [False] and loss_M.tolist() == [-1.0, -1.0]
 
 
 async def test_given_text_has_no_sampler_to_correct_for() -> None:

@@ -47,7 +47,7 @@ class TestOwnBackendWithLora(BackendContract):
 def test_the_page_shows_the_file_and_it_is_short() -> None:
     source = FILE.read_text(encoding="utf-8")
     assert f"```python\n{source}```\n" in (ROOT / "docs" / "backend_protocol.md").read_text(encoding="utf-8")
-    assert len(source.splitlines()) <= 130
+    assert len(source.splitlines()) <= 135
 
 
 def test_the_page_names_every_method_of_the_protocol() -> None:

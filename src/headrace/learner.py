@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from headrace.backends.base import Backend
 from headrace.config import RunConfig
@@ -44,7 +45,7 @@ class Learner:
         if prepared.part is not None:
             self._parts.append(prepared.part)
             if self._updates == 1:
-                await self._forward_backward(prepared.part)
+                self._parts[-1] = await self._forward_backward(prepared.part)
 
     @property
     def has_something(self) -> bool:
@@ -75,11 +76,12 @@ class Learner:
         shares = min(self._updates, self._config.trainer.steps - step)
         parts = in_shares(whole, shares, self._config.backend.micro_batch_tokens)
         for made, part in enumerate(parts):
-            await self._forward_backward(part, updated=made > 0)
-            await self._optim_step(step + made + 1, self._objective.complete([part], step).grad_scale)
+            trained = await self._forward_backward(part, updated=made > 0)
+            await self._optim_step(step + made + 1, self._objective.complete([trained], step).grad_scale)
         return len(parts)
 
-    async def _forward_backward(self, part: Part, updated: bool = False) -> None:
+    async def _forward_backward(self, part: Part, updated: bool = False) -> Part:
+        """Learn from a part; it comes back with what of it was rejected, which the normaliser must know."""
         trained = await self._backend.forward_backward(part.batch, part.algorithm)
         self.metrics.merge(trained.metrics.renamed("policy/", f"{part.area}/"))
         samples = part.batch.samples
@@ -87,6 +89,7 @@ class Learner:
         self.metrics.merge(drift.renamed("policy/", f"{part.area}/"))
         if not updated:
             self._policy.observe(samples, trained.logprobs, self._version)
+        return replace(part, batch=replace(part.batch, rejected=trained.rejected))
 
     async def _optim_step(self, step: int, grad_scale: float) -> None:
         rate = learning_rate(step, self._config.trainer.steps, self._config.optimizer)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from headrace.backends.base import Asked, Backend, Snapshots
+from headrace.backends.base import Asked, Backend, Snapshots, Trained
 from headrace.config import AlgorithmSection, RunConfig
 from headrace.data.sample import Sample
 from headrace.engine.base import SamplingParams
@@ -64,12 +64,13 @@ class BackendContract:
 
     async def train(
         self, backend: Backend, samples: list[Sample], algorithm: AlgorithmSection, cuts: int = 1, tokens: int = 512
-    ) -> None:
+    ) -> list[Trained]:
         size = -(-len(samples) // cuts)
         batches = [pack(samples[i : i + size], algorithm, tokens) for i in range(0, len(samples), size)]
-        for batch in batches:
-            await backend.forward_backward(batch, algorithm)
-        await backend.optim_step(1e-3, grad_scale(batches, algorithm))
+        found = [await backend.forward_backward(batch, algorithm) for batch in batches]
+        counted = [replace(batch, rejected=one.rejected) for batch, one in zip(batches, found, strict=True)]
+        await backend.optim_step(1e-3, grad_scale(counted, algorithm))
+        return found
 
     # ---- forward_backward -----------------------------------------------------------------------------------------
 
@@ -145,6 +146,31 @@ class BackendContract:
             await backend.close()
         for other in results[1:]:
             assert other == pytest.approx(results[0], rel=self.tolerance, abs=self.tolerance)
+
+    @pytest.mark.parametrize("name", ["sequence_mask", "veto"])
+    async def test_a_rejected_sequence_is_out_of_the_step(self, name: str) -> None:
+        correction = {"name": name, "floor": 1e-4} if name == "veto" else {"name": name, "low": 0.5, "high": 2.0}
+        algorithm = AlgorithmSection.model_validate({"proximal": "recompute", "correction": correction})
+        results = []
+        for rejects in (True, False):
+            backend = self.make_backend(optimizer={"eps": 1.0, "grad_clip": 0.0})
+            samples = await self.on_policy(backend)
+            off = {1, 4, 5}  # the sampler was sure of what the learner finds all but impossible
+            given = [replace(s, logprobs=tuple(x + 40.0 for x in s.logprobs)) if i in off else s
+                     for i, s in enumerate(samples)]  # fmt: skip
+            kept = [sample for i, sample in enumerate(samples) if i not in off]
+            (found,) = await self.train(backend, given if rejects else kept, algorithm, tokens=40)
+            assert found.rejected == (off if rejects else set())
+            assert found.metrics.reduce()["tokens/trained"] == sum(sample.trained_tokens for sample in kept)
+            results.append(await self.logprobs(backend, samples))
+            await backend.close()
+        assert results[0] == pytest.approx(results[1], rel=self.tolerance, abs=self.tolerance)
+
+    async def on_policy(self, backend: Backend) -> list[Sample]:
+        """Rows whose sampler was the backend's own policy."""
+        samples = self.samples(backend)
+        scored = await backend.compute_logprobs(pack(samples, IMITATE, 64))
+        return [replace(s, logprobs=tuple(row)) for s, row in zip(samples, scored, strict=True)]
 
     async def test_a_loss_that_is_not_finite_names_the_samples(self) -> None:
         backend = self.make_backend()

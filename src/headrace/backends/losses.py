@@ -199,6 +199,10 @@ def kl_penalty(kind: Literal["k1", "k2", "k3", "abs"], logprobs_M: Tensor, refer
             return distance_M.abs()
 
 
+REJECTING = ("sequence_mask", "veto")
+"""Corrections that take whole rows out of the step: out of the loss and out of its normaliser."""
+
+
 def correction_weights(
     correction: CorrectionSection, old_logprobs_M: Tensor, sampler_logprobs_M: Tensor, row_M: Tensor, rows: int
 ) -> tuple[Tensor, Figures]:

@@ -64,12 +64,15 @@ class TrainBatch:
     `micro_batches` holds indices into `samples`; `sequences` is what a mean over sequences divides by. The gradient
     of a step is its global normaliser times the sum over all tokens of weight times loss. The
     normaliser goes to `optim_step`, when the step is complete: so the result does not depend on how the step was cut.
+    `rejected` are indices of samples that `forward_backward` found to be out of the loss: the normaliser does not count
+    them.
     """
 
     samples: tuple[Sample, ...]
     weights: tuple[float, ...]
     micro_batches: tuple[tuple[int, ...], ...]
     sequences: int
+    rejected: frozenset[int] = frozenset()
 
 
 class _Row:

@@ -54,8 +54,9 @@ def grad_scale(batches: Sequence[TrainBatch], algorithm: AlgorithmSection) -> fl
 
     It counts over the step, not per micro-batch, or short micro-batches would be upweighted.
     """
-    sequences = sum(batch.sequences for batch in batches)
-    tokens = sum(sample.trained_tokens for batch in batches for sample in batch.samples)
+    # what a correction rejects is single rows: no preference pairs, of which two make a sequence
+    sequences = sum(batch.sequences - len(batch.rejected) for batch in batches)
+    tokens = sum(s.trained_tokens for batch in batches for i, s in enumerate(batch.samples) if i not in batch.rejected)
     match algorithm.aggregation:
         case "token_mean":
             return 1.0 / max(tokens, 1)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headrace.backends.base import offending_samples
 from headrace.backends.local.tokens import TokenTensors
-from headrace.backends.losses import Figures, Loss, LossContext, correction_weights, kl_penalty
+from headrace.backends.losses import REJECTING, Figures, Loss, LossContext, correction_weights, kl_penalty
 from headrace.combinations import chosen
 from headrace.config import AlgorithmSection, RunConfig
 from headrace.data.sample import NO_VERSION, Sample, TrainBatch
@@ -44,16 +44,23 @@ def loss_context(
 
 def token_losses(
     context: LossContext, samples: Sequence[Sample], entropy_M: Tensor, sampled_M: Tensor
-) -> tuple[Tensor, Figures]:
-    """The loss of every trained token of a micro-batch, and figures to report."""
+) -> tuple[Tensor, Figures, Tensor]:
+    """The loss of every trained token of a micro-batch, figures to report, and which of its rows are rejected.
+
+    The loss of a rejected row is 0, divergence and entropy bonus included; the step is normalised without it.
+    """
     algorithm = context.algorithm
     loss_M, figures = _by_role(context, samples)
+    rejected_R = torch.zeros(context.rows, dtype=torch.bool)
     if algorithm.correction.name != "none":
-        weights_M, more = correction_weights(
-            algorithm.correction, context.old_logprobs_M, context.sampler_logprobs_M, context.row_M, context.rows
-        )
-        loss_M = loss_M * weights_M.where(sampled_M, 1.0)  # given text has no sampler to correct for
+        sampler_M = context.sampler_logprobs_M
+        # given text has no sampler to correct for, and says nothing about the rest of its row
+        old_M = context.old_logprobs_M.where(sampled_M, sampler_M)
+        weights_M, more = correction_weights(algorithm.correction, old_M, sampler_M, context.row_M, context.rows)
+        loss_M = loss_M * weights_M.where(sampled_M, 1.0)
         figures |= more
+        if algorithm.correction.name in REJECTING:
+            rejected_R[context.row_M[weights_M == 0]] = True
     if algorithm.kl.coef and algorithm.kl.where == "loss":
         if context.reference_logprobs_M is None:
             raise BackendError("algorithm.kl is on, but the samples carry no reference log-probabilities")
@@ -62,11 +69,19 @@ def token_losses(
         figures["policy/kl_to_reference"] = divergence_M.detach()
     if algorithm.entropy_coef:
         loss_M = loss_M - algorithm.entropy_coef * entropy_M
-    return loss_M, figures
+    return without_rejected(loss_M, rejected_R, context.row_M), figures, rejected_R
+
+
+def without_rejected(loss_M: Tensor, rejected_R: Tensor, row_M: Tensor) -> Tensor:
+    """The losses, 0 in rejected rows."""
+    return loss_M.masked_fill(rejected_R[row_M], 0.0) if bool(rejected_R.any()) else loss_M
 
 
 def record_losses(metrics: MetricsAggregator, loss_M: Tensor, entropy_M: Tensor, figures: Figures) -> None:
-    """How many tokens were trained, and each figure as its mean, weighed by how many values it has."""
+    """How many tokens were trained (those of `loss_M`: rejected rows are left out), and each figure as its mean.
+
+    Means are weighed by how many values there are.
+    """
     metrics.record("tokens/trained", loss_M.numel(), Reducer.SUM)
     whole = {} if "dpo/loss" in figures else {"policy/loss": loss_M}  # dpo reports its loss per pair
     for key, values in {**figures, **whole, "policy/entropy": entropy_M}.items():

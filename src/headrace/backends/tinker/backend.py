@@ -112,12 +112,14 @@ class TinkerBackend:
         returned = await self._pass(batch, builtin, sent)
         metrics = MetricsAggregator()
         found: list[tuple[float, ...]] = [()] * len(batch.samples)
+        rejected: list[int] = []
         for indices, logprobs in zip(batch.micro_batches, returned, strict=True):
             learned = learn(batch, indices, logprobs, algorithm, self._config.dpo.beta, metrics, sent)
             self._pending += learned.rows
+            rejected += learned.rejected
             for index, values in zip(indices, learned.logprobs, strict=True):
                 found[index] = values
-        return Trained(metrics, tuple(found))
+        return Trained(metrics, tuple(found), frozenset(rejected))
 
     async def optim_step(self, lr: float, grad_scale: float) -> MetricsAggregator:
         if not self._pending:

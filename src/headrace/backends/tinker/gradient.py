@@ -48,10 +48,12 @@ class RowGradient:
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """What one micro-batch comes to: a gradient per row, and the trained targets' log-probabilities."""
+    """What one micro-batch comes to: a gradient per row, the trained targets' log-probabilities, and rejected rows."""
 
     rows: list[RowGradient]
     logprobs: list[tuple[float, ...]]
+    rejected: list[int]
+    """Indices into the batch."""
 
 
 def learn(
@@ -69,14 +71,15 @@ def learn(
     leaves = [one.clone().requires_grad_() for one in returned]
     logprobs_M, entropy_M = _of_trained(samples, leaves, tokens.where_M)
     context = loss_context(tokens, logprobs_M, algorithm, dpo_beta)
-    loss_M, figures = token_losses(context, samples, entropy_M, tokens.sampled_M)
+    loss_M, figures, rejected_R = token_losses(context, samples, entropy_M, tokens.sampled_M)
     require_finite(loss_M, tokens.row_M, batch, indices)
     (loss_M * tokens.weights_M).sum().backward()
-    record_losses(metrics, loss_M, entropy_M, figures)
+    record_losses(metrics, loss_M[~rejected_R[tokens.row_M]], entropy_M, figures)
     gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
     parts = logprobs_M.detach().split(tokens.counts)
     rows = [RowGradient(s, g.numpy(), sent) for s, g in zip(samples, gradients, strict=True)]
-    return Learned(rows, [tuple(part.tolist()) for part in parts])
+    rejected = [indices[row] for row in rejected_R.nonzero().flatten().tolist()]
+    return Learned(rows, [tuple(part.tolist()) for part in parts], rejected)
 
 
 def _of_trained(samples: Sequence[Sample], leaves: Sequence[Tensor], where_M: Tensor) -> tuple[Tensor, Tensor]:
