@@ -11,7 +11,7 @@ import zlib
 from array import array
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, Final
 
 from headrace.errors import LedgerError
 
@@ -19,6 +19,8 @@ _EXACT = "$exact"
 _RAW, _DEFLATED = b"\0", b"\1"
 _WORTH_DEFLATING = 1024  # bytes; below, what is saved is not worth the time
 _LENGTH = struct.Struct("<I")
+MOST_BYTES: Final = 1 << 29
+"""Of one body. A larger one is not written, so one that inflates to more was not written by this program."""
 _SMALL = 1 << 13  # bytes, up to which a window of 4 KB does, which is set up three times faster than one of 32 KB
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
@@ -99,8 +101,20 @@ def runs(values: Sequence[Any]) -> tuple[Any, ...]:
 
 def expand(lengths: Sequence[Any]) -> tuple[Any, ...]:
     """The inverse of `runs`."""
+    require_sane(sum(lengths[::2]))
     pairs = zip(lengths[::2], lengths[1::2], strict=True)
     return tuple(value for count, value in pairs for _ in range(count))
+
+
+def require_sane(numbers: int) -> None:
+    """Refuse run lengths that stand for more numbers than a body can hold, before they are expanded."""
+    if numbers > MOST_BYTES // 8:
+        raise damaged(f"it stands for {numbers} numbers, and {MOST_BYTES // 8} is the most")
+
+
+def damaged(why: str) -> LedgerError:
+    """A body that this program cannot have written."""
+    return LedgerError(f"a record in the ledger is damaged: {why}; put ledger.sqlite back from a copy")
 
 
 def same_floats(ours: Sequence[float] | None, theirs: Sequence[float] | None) -> bool:
@@ -170,6 +184,12 @@ class Packer:
 def pack_bytes(text: str, *arrays: bytes) -> bytes:
     """Length of the text, text, arrays; the first byte says whether they are deflated."""
     head = text.encode("utf-8", "surrogatepass")
+    size = _LENGTH.size + len(head) + sum(map(len, arrays))
+    if size > MOST_BYTES:
+        raise LedgerError(
+            f"the ledger cannot record {size} bytes as one record, {MOST_BYTES} is the most; make messages, results "
+            "or batches smaller, or set ledger.enabled = false"
+        )
     plain = b"".join((_LENGTH.pack(len(head)), head, *arrays))
     if len(plain) >= _WORTH_DEFLATING:
         window, memory = (12, 5) if len(plain) < _SMALL else (15, 8)
@@ -182,7 +202,26 @@ def pack_bytes(text: str, *arrays: bytes) -> bytes:
 
 def unpack(body: bytes) -> tuple[Any, list[tuple[Any, ...]]]:
     """The value and the arrays of a body."""
-    plain = zlib.decompress(body[1:], -zlib.MAX_WBITS) if body[:1] == _DEFLATED else body[1:]
+    try:
+        return _unpacked(_inflated(body))
+    except (zlib.error, struct.error, ValueError, TypeError, LookupError, RecursionError) as error:
+        raise damaged(f"{type(error).__name__}: {error}") from error
+
+
+def _inflated(body: bytes) -> bytes:
+    """Never more than MOST_BYTES, whatever the body says."""
+    if body[:1] != _DEFLATED:
+        return body[1:]
+    inflater = zlib.decompressobj(-zlib.MAX_WBITS)
+    plain = inflater.decompress(memoryview(body)[1:], MOST_BYTES)
+    if inflater.unconsumed_tail and inflater.decompress(inflater.unconsumed_tail, 1):
+        raise damaged(f"its {len(body)} bytes inflate to more than {MOST_BYTES}")
+    if not inflater.eof:
+        raise damaged("it is cut off")
+    return plain
+
+
+def _unpacked(plain: bytes) -> tuple[Any, list[tuple[Any, ...]]]:
     place = _LENGTH.size + _LENGTH.unpack_from(plain)[0]
     value, described = from_json(plain[_LENGTH.size : place].decode("utf-8", "surrogatepass"))
     arrays: list[tuple[Any, ...]] = []
@@ -192,6 +231,8 @@ def unpack(body: bytes) -> tuple[Any, list[tuple[Any, ...]]]:
             continue
         found = array(item[0])
         size = int(item[1:]) * found.itemsize
+        if place + size > len(plain):
+            raise damaged(f"an array of {size} bytes is cut off")
         found.frombytes(plain[place : place + size])
         place += size
         if sys.byteorder == "big":

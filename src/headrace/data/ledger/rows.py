@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import compress
 from typing import Final
 
-from headrace.data.ledger.pack import Packer, unpack
+from headrace.data.ledger.pack import Packer, require_sane, unpack
 from headrace.data.ledger.records import TrainedRow
 from headrace.data.sample import Sample, TrainBatch
 
@@ -37,6 +37,7 @@ def pack_rows(batches: Sequence[TrainBatch]) -> bytes:
 def unpack_rows(body: bytes) -> tuple[TrainedRow, ...]:
     """The inverse of `pack_rows`."""
     roles, (*columns, advantages) = unpack(body)
+    require_sane(sum(columns[3]))  # trained tokens, each of which gets an advantage below
     found: list[TrainedRow] = []
     place = 0
     for group_id, rollout_idx, role, tokens, count, preferred in zip(*columns, strict=True):
