@@ -182,7 +182,8 @@ def test_what_makes_no_sense_is_refused(words: list[str], problem: str, place: P
     assert problem in capsys.readouterr().err
 
 
-def test_ctrl_c_says_how_far_it_got(place: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_sigterm_say_how_far_it_got(place: Path, number: signal.Signals) -> None:
     def answer(asked: Asked) -> Answer:
         slow = int(asked.body["messages"][0]["content"].split("+")[0]) >= 5
         return Answer(adds(asked).body, takes_s=30.0 if slow else 0.0)
@@ -191,7 +192,7 @@ def test_ctrl_c_says_how_far_it_got(place: Path) -> None:
         command = [sys.executable, "-m", "headrace", *over(server, "--episodes", "e.jsonl")]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ)
         _wait_for(lambda: len(server.asked) == 20 and len((place / "e.jsonl").read_text().splitlines()) == 5)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         _, err = process.communicate(timeout=20)
     assert process.returncode == 130, err
     assert 'stopped in the set "sums" after 5 of 20 episodes; what was said so far is in e.jsonl' in err

@@ -75,6 +75,18 @@ async def test_a_caller_that_gives_up_takes_its_worker_along() -> None:
         await pool.close()
 
 
+async def test_signals_that_stop_the_run_leave_its_workers_alone() -> None:
+    pool = WorkerPool(MATCHES, workers=1)
+    try:
+        await pool.call(*SIMPLE)
+        (pid,) = pool.pids
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(pid, number)
+        assert await pool.call(*SIMPLE) is True and pool.pids == [pid]
+    finally:
+        await pool.close()
+
+
 async def test_a_worker_that_is_killed_fails_its_own_request_only() -> None:
     pool = WorkerPool(MATCHES, workers=1, time_s=30)
     try:

@@ -343,12 +343,14 @@ async def test_closing_an_engine_that_was_never_used_ends_its_process(make: Make
     assert not is_running(engine.pid)
 
 
-async def test_a_real_process_ignores_ctrl_c_and_ends_with_the_learner(make: Make) -> None:
+async def test_a_real_process_ignores_ctrl_c_and_sigterm_and_ends_with_the_learner(make: Make) -> None:
     engine = make(launch=ProcessChild)
+    os.kill(engine.pid, signal.SIGTERM)  # the interpreter has not even started
     tasks = asked(engine, 2)
     await until(lambda: engine.health().generated_tokens > 0)
     assert os.getsid(engine.pid) == engine.pid != os.getsid(0)  # the terminal's signals are not for it
     os.kill(engine.pid, signal.SIGINT)
+    os.kill(engine.pid, signal.SIGTERM)
     await answers(tasks)
     assert engine.health().restarts == 0
     assert {"OMP_NUM_THREADS=1", "OMP_WAIT_POLICY=PASSIVE"} <= environment(engine.pid)

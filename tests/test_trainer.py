@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from headrace import Task, Trajectory, UnifiedTrainer, load_config, registry
 from headrace.agents.completer import Model
-from headrace.checkpoint import list_checkpoints
+from headrace.checkpoint import list_checkpoints, step_of
 from headrace.config import RunConfig
 from headrace.errors import ConfigError, DataError
 from headrace.runfile import build_config
@@ -228,18 +228,29 @@ def test_too_few_tasks_for_a_batch_is_a_clear_error(tmp_path: Path) -> None:
         UnifiedTrainer(small(tmp_path, "--data.args.count=4", "--trainer.batch_size=8")).fit()
 
 
-@pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
-def test_ctrl_c_finishes_the_step_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
+def test_a_signal_to_the_engine_too_finishes_the_step_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
+    """As systemd and Slurm send it, to every process of the job: the step needs the engine to its end."""
     command = [sys.executable, "-m", "headrace", "train", str(EXAMPLE), "--run-dir", str(tmp_path / "r"),
-               "--trainer.steps", "500", "--trainer.batch_size", "2", "--eval.before", "false"]  # fmt: skip
+               "--trainer.steps", "500", "--trainer.batch_size", "2", "--eval.before", "false",
+               "--trainer.placement", "separate"]  # fmt: skip
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    _wait_for(lambda: (tmp_path / "r" / "metrics.jsonl").exists(), process)
-    process.send_signal(signal.SIGINT)
+    rows = tmp_path / "r" / "metrics.jsonl"
+    _wait_for(lambda: rows.exists() and rows.stat().st_size > 0, process)
+    for pid in (*_children(process.pid), process.pid):
+        os.kill(pid, signal.SIGTERM)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
     assert "the same command goes on from here" in " ".join(out.split())
-    assert list_checkpoints(tmp_path / "r")
-    assert "Traceback" not in err
+    (saved,) = list_checkpoints(tmp_path / "r")
+    assert step_of(saved) == metrics(tmp_path / "r")[-1]["step"]
+    assert "Traceback" not in err and "restart" not in (tmp_path / "r" / "log.txt").read_text()
+
+
+def _children(pid: int) -> list[int]:
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    found = [int(word) for thread in threads for word in (thread / "children").read_text().split()]
+    assert found, "there is no engine process"
+    return found
 
 
 def _wait_for(condition: Any, process: subprocess.Popen[str]) -> None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Coroutine, Mapping, Sequence
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol
 
 from headrace.config import RunConfig
@@ -106,7 +107,8 @@ async def _call(callback: Callback, event: str, *arguments: Any) -> dict[str, fl
 class Evaluating(Callback):
     """Evaluates before, between and after. While generation runs ahead, an evaluation runs beside training."""
 
-    def __init__(self) -> None:
+    def __init__(self, saving: Saving) -> None:
+        self._saving = saving
         self._before = 0
         self._running: asyncio.Task[dict[str, float]] | None = None
         self.untold: int | None = None
@@ -127,7 +129,7 @@ class Evaluating(Callback):
     async def on_batch_end(self, step: int, metrics: Metrics) -> dict[str, float]:
         found: dict[str, float] = {}
         section = self._trainer.config.trainer
-        last, saves = step >= section.steps, due(section.save_every, self._before, step)
+        last, saves = step >= section.steps, self._saving.due(step)
         wanted = bool(self._section.sets) and due(self._section.every, self._before, step) and not last
         # a run that goes on from a checkpoint has no weights of earlier steps to evaluate
         if self._running is not None and (last or wanted or saves or self._running.done()):
@@ -154,26 +156,40 @@ class Tracking(Callback):
 
 
 class Saving(Callback):
-    """Writes checkpoints."""
+    """Writes checkpoints: every so many steps, and after every so many seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._before = self._saved = -1
+        self._decided = (-1, False)
 
     def on_train_start(self, trainer: TrainerHandle) -> None:
         self._trainer = trainer
+        self._saved_s = self._clock()
 
     def on_batch_start(self, step: int) -> None:
         self._before = step
 
+    def due(self, step: int) -> bool:
+        """Whether `step` is saved. Decided once, by who asks first: an evaluation under way has to agree with us."""
+        if self._decided[0] != step:
+            section = self._trainer.config.trainer
+            by_time = section.save_every_s > 0 and self._clock() - self._saved_s >= section.save_every_s
+            by_step = due(section.save_every, self._before, step) or (step >= section.steps and section.save_last)
+            self._decided = (step, by_step or (by_time and step < section.steps))
+        return self._decided[1]
+
     async def on_batch_end(self, step: int, metrics: Metrics) -> None:
-        section = self._trainer.config.trainer
-        if due(section.save_every, self._before, step) or (step >= section.steps and section.save_last):
-            await self._trainer.save()
-            self._saved = step
+        if self.due(step):
+            await self._save(step)
 
     async def on_train_end(self, trainer: TrainerHandle) -> None:
         if trainer.step < trainer.config.trainer.steps and self._saved != trainer.step:  # it was stopped
-            await trainer.save()
+            await self._save(trainer.step)
+
+    async def _save(self, step: int) -> None:
+        await self._trainer.save()
+        self._saved, self._saved_s = step, self._clock()  # from its end: slow saving must not become all there is
 
 
 def due(every: int, before: int, step: int) -> bool:

@@ -1,4 +1,8 @@
-"""Ctrl-C: the first ends what runs in good order, the second ends the process at once."""
+"""Ctrl-C and SIGTERM: the first ends what runs in good order, the second ends the process at once.
+
+Process managers send SIGTERM to every process of a job at once, so children that are needed until the end do not
+listen to either.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +17,23 @@ from types import FrameType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+STOP = (signal.SIGINT, signal.SIGTERM)
 INTERRUPTED = 130
 _owns_process = False
 
 
 def own_process() -> None:
-    """For the command line, whose process is its own: a second Ctrl-C ends it without waiting for anything."""
+    """For the command line, whose process is its own: a second signal ends it without waiting for anything."""
     global _owns_process
     with suppress(ValueError):  # not the main thread
-        signal.signal(signal.SIGINT, _raise)
+        for number in STOP:
+            signal.signal(number, _raise)
         _owns_process = True
 
 
 @contextmanager
 def on_interrupt(call: Callable[[], None]) -> Iterator[None]:
-    """Have the first Ctrl-C call a function in the running loop.
+    """Have the first Ctrl-C or SIGTERM call a function in the running loop.
 
     Not by `loop.add_signal_handler`: user code that blocks the loop would hold up the second one, too.
     """
@@ -37,23 +43,24 @@ def on_interrupt(call: Callable[[], None]) -> Iterator[None]:
     def first(number: int, _: FrameType | None) -> None:
         nonlocal came
         came = True
-        signal.signal(number, _second())
+        for one in STOP:
+            signal.signal(one, _second())
         loop.call_soon_threadsafe(call)
 
     try:
-        before = signal.signal(signal.SIGINT, first)
+        before = [signal.signal(number, first) for number in STOP]
     except ValueError:  # not the main thread: the caller handles signals
         yield
         return
     try:
         yield
     finally:
-        if not came:
-            signal.signal(signal.SIGINT, before)
+        for number, handler in zip(STOP, () if came else before, strict=False):
+            signal.signal(number, handler)
 
 
 async def interruptible(work: Coroutine[Any, Any, T]) -> T:
-    """Await; Ctrl-C cancels it, and is raised as KeyboardInterrupt once it has cleaned up."""
+    """Await; Ctrl-C or SIGTERM cancels it, and is raised as KeyboardInterrupt once it has cleaned up."""
     task, came = asyncio.ensure_future(work), False
 
     def cancel() -> None:
@@ -79,8 +86,25 @@ def may_have_raised() -> bool:
     return is_main and signal.getsignal(signal.SIGINT) in (signal.default_int_handler, _raise, _abort)
 
 
+def leave_to_parent() -> None:
+    """In a child that its parent ends: listen to neither."""
+    for number in STOP:
+        signal.signal(number, signal.SIG_IGN)
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """A child that is started meanwhile gets neither before it has called `leave_to_parent`."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _raise(number: int, frame: FrameType | None) -> None:
-    signal.signal(number, _second())
+    for one in STOP:
+        signal.signal(one, _second())
     raise KeyboardInterrupt
 
 

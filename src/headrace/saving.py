@@ -146,9 +146,22 @@ def explained(target: Path, run_dir: Path) -> Iterator[None]:
 
 
 def steps_to_keep(steps: list[int], section: TrainerSection, scores: Mapping[int, float]) -> set[int]:
-    """The last ones, and those with the best scores; of equal ones the later."""
+    """The last ones, and those with the best scores; of equal ones the later.
+
+    Those of `save_every` are not displaced by the others, of which only the newest is kept beside them.
+    """
     best = sorted((step for step in steps if step in scores), key=lambda step: (scores[step], step))
-    return {*sorted(steps)[-section.keep_last :], *(best[-section.keep_best :] if section.keep_best else ())}
+    newest_last = sorted(steps, key=lambda step: (_is_scheduled(step, section), step))
+    return {
+        max(steps, default=0),
+        *newest_last[-section.keep_last :],
+        *(best[-section.keep_best :] if section.keep_best else ()),
+    }
+
+
+def _is_scheduled(step: int, section: TrainerSection) -> bool:
+    """Whether `save_every` asks for the step: updates on one batch may have passed over the exact multiple."""
+    return section.save_every > 0 and step % section.save_every < section.updates_per_batch
 
 
 def adopt(run_dir: Path, source: Path, tell: Tell = lambda _: None) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from headrace.checkpoint import list_checkpoints
 from headrace.config import RunConfig
 from headrace.errors import MissingExtraError
 from headrace.registry import load_object
@@ -37,14 +40,23 @@ def _print(result: RunResult, config: RunConfig, picture: str | None) -> None:
         lines.append(("stopped", f"after step {result.steps} of {config.trainer.steps}"))
         lines.append(("go on", f"the same command goes on from here, or headrace train --resume {result.run_dir}"))
     else:
-        lines.append(("metrics", f"{result.run_dir}/metrics.jsonl and tensorboard/"))
-        if config.backend.name != "tinker":  # its weights are on the service
-            lines.append(("the model", f"headrace export {result.run_dir} FOLDER"))
-        lines.append(("next", "an agent of your own: README.md and docs/workflows.md"))
+        lines += _where_to_look(result, config)
     grid = Table.grid(padding=(0, 2))
     for name, text in lines:
         grid.add_row(Text(name, style="bold"), Text(text, overflow="fold"))
     console.print(Panel(grid, title="stopped" if result.interrupted else "done", expand=False))
+
+
+def _where_to_look(result: RunResult, config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Only what is there: trackers, checkpoints and this repository's pages may each be missing."""
+    metrics = [name for name in ("metrics.jsonl", "tensorboard/") if (result.run_dir / name).exists()]
+    if metrics:
+        yield "metrics", f"{result.run_dir}/{' and '.join(metrics)}"
+    if config.backend.name != "tinker" and list_checkpoints(result.run_dir):  # its weights are on the service
+        yield "the model", f"headrace export {result.run_dir} FOLDER"
+    pages = [name for name in ("README.md", "docs/workflows.md") if Path(name).exists()]
+    if len(pages) == 2:
+        yield "next", f"an agent of your own: {' and '.join(pages)}"
 
 
 def _table(result: RunResult, config: RunConfig) -> Table:

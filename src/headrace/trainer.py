@@ -9,9 +9,8 @@ two take turns: that is synchronous training. Above 0, generation goes on while 
 from __future__ import annotations
 
 import asyncio
-import signal
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
-from contextlib import AsyncExitStack, aclosing, closing, contextmanager
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from contextlib import AsyncExitStack, aclosing, closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from headrace.data.account import Account
 from headrace.errors import DataError, EngineError, first_of
 from headrace.evaluator import under
 from headrace.handout import HandOut
+from headrace.interrupts import on_interrupt
 from headrace.journal import in_pieces, open_journal
 from headrace.learner import Learner
 from headrace.loopwatch import watched_loop
@@ -88,7 +88,7 @@ class UnifiedTrainer:
         self._last_metrics: dict[str, float] = {}
 
     def fit(self) -> RunResult:
-        """Train to the end. Ctrl-C finishes the current step, saves, and returns; a second one aborts."""
+        """Train to the end. Ctrl-C or SIGTERM finishes the current step, saves, and returns; a second one aborts."""
         return asyncio.run(self.fit_async())
 
     def stop(self) -> None:
@@ -107,9 +107,10 @@ class UnifiedTrainer:
         with closing(log_to_file(self._run_dir)):
             self._trackers = TrackerSet.from_names(self.config.track.trackers)
             # tracked before it is saved: what a checkpoint contains is never missing from the metrics
-            self._evaluations_of = Evaluating()
+            saving = Saving()
+            self._evaluations_of = Evaluating(saving)
             self._callbacks = CallbackSet(
-                [self._evaluations_of, *self._own_callbacks, Tracking(self._trackers), Saving()]
+                [self._evaluations_of, *self._own_callbacks, Tracking(self._trackers), saving]
             )
             self._trackers.message(f"loading {self.config.model.name} for the run in {self._run_dir}")
             self._parts = await asyncio.to_thread(assemble, self.config, *self._given)
@@ -133,7 +134,7 @@ class UnifiedTrainer:
     async def _train_interruptibly(self) -> None:
         try:
             with (
-                _on_interrupt(self._interrupted),
+                on_interrupt(self._interrupted),
                 memory.frozen(),
                 watched_loop(self._trackers.message),
                 reporting_abandoned(self._trackers.message) as self._abandoned,
@@ -497,24 +498,4 @@ class UnifiedTrainer:
 
     def _interrupted(self) -> None:
         self.stop()
-        self._trackers.message("stopping after this step; press Ctrl-C again to abort at once")
-
-
-@contextmanager
-def _on_interrupt(call: Callable[[], None]) -> Iterator[None]:
-    """Have the first Ctrl-C call a function; the second is an ordinary one again."""
-    loop = asyncio.get_running_loop()
-
-    def once() -> None:
-        loop.remove_signal_handler(signal.SIGINT)
-        call()
-
-    try:
-        loop.add_signal_handler(signal.SIGINT, once)
-    except (ValueError, RuntimeError, NotImplementedError):  # not the main thread: the caller handles signals
-        yield
-        return
-    try:
-        yield
-    finally:
-        loop.remove_signal_handler(signal.SIGINT)
+        self._trackers.message("stopping after this step; a second Ctrl-C or SIGTERM aborts at once")

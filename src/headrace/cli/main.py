@@ -1,7 +1,7 @@
 """The command line: commands, exit codes, and errors as one line.
 
 Exit codes: 0 done, 1 a bug (with its traceback) or `doctor` found something missing, 2 the user can mend it,
-130 interrupted, 141 nobody reads the output any more (`| head`).
+130 interrupted by Ctrl-C or SIGTERM, 141 nobody reads the output any more (`| head`).
 """
 
 from __future__ import annotations

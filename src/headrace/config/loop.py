@@ -39,10 +39,13 @@ class TrainerSection(Section):
     Empty: where none can be in flight (max_staleness 0)."""
     save_every: int = Field(default=0, ge=0, le=MOST_STEPS)
     """Checkpoint every so many steps; 0 never (the last step is still saved when save_last is true)."""
+    save_every_s: float = Field(default=600.0, ge=0)
+    """Checkpoint, too, when so many seconds have passed since the last one; 0 never. It bounds what a kill costs, and
+    changes no result."""
     save_last: bool = True
     """Checkpoint after the last step."""
     keep_last: int = Field(default=2, ge=1, le=1_000_000)
-    """Newest checkpoints kept."""
+    """Newest checkpoints kept; those of save_every come first, and the newest of all is kept beside them."""
     keep_best: int = Field(default=0, ge=0, le=1_000_000)
     """Checkpoints kept beside those: the ones whose evaluation was best by best_metric."""
     best_metric: str | None = None

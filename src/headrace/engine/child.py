@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from headrace.engine.wire import EngineOptions
+from headrace.interrupts import held_back
 
 
 class Child(Protocol):
@@ -58,20 +59,24 @@ class Tail:
 
 
 class ProcessChild:
-    """An engine process of its own session, so that Ctrl-C in the terminal does not reach it."""
+    """An engine process of its own session, so that Ctrl-C in the terminal does not reach it.
+
+    SIGTERM is sent to all processes of a job, whatever their session: it does not listen to it, and ends with us.
+    """
 
     def __init__(self, options: EngineOptions, files: Sequence[int]) -> None:
         self.connection, theirs = socket.socketpair()
         inherited = (theirs.fileno(), *files)
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "headrace.engine.worker", *map(str, inherited)],
-            pass_fds=inherited,
-            env=os.environ | thread_settings(options.threads),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        with held_back():
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "headrace.engine.worker", *map(str, inherited)],
+                pass_fds=inherited,
+                env=os.environ | thread_settings(options.threads),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
         theirs.close()
         self.pid = self._process.pid
         assert self._process.stdout is not None

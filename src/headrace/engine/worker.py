@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from headrace.engine.shared_weights import BoundModels
 from headrace.engine.torch_engine import TorchEngine
 from headrace.engine.wire import Answer, Call, Cancel, EngineOptions, Failed, Open, Opened, encode, receive
 from headrace.errors import EngineError, HeadraceError
+from headrace.interrupts import leave_to_parent
 from headrace.memory import keep_freed_memory
 from headrace.models.causal import CausalModel, build_causal_model
 from headrace.models.fingerprint import fingerprint
@@ -137,7 +137,7 @@ async def _serve(connection: socket.socket, files: Sequence[int]) -> None:
 
 def main(connection: int, files: Sequence[int]) -> None:
     """Serve the learner at the other end of the socket."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the learner, which may want to finish its step
+    leave_to_parent()  # signals are for the learner, which may want to finish its step
     asyncio.run(_serve(socket.socket(fileno=connection), files))
 
 

@@ -35,6 +35,8 @@ def _limit_memory(megabytes: int) -> None:
 def main() -> None:
     """Serve until the pipe closes."""
     _die_with_parent()
+    for number in (signal.SIGINT, signal.SIGTERM):  # both are for the run, which may want to finish its step
+        signal.signal(number, signal.SIG_IGN)
     name, megabytes = sys.argv[1], int(sys.argv[2])
     module, _, attribute = name.partition(":")
     answers = os.fdopen(os.dup(1), "w", encoding="ascii")

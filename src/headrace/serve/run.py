@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
+from headrace.interrupts import on_interrupt
 from headrace.listening import HttpServer, listen
 from headrace.serve.app import Routes
 from headrace.serve.options import ServeOptions
@@ -20,7 +20,7 @@ from headrace.serve.service import Service
 
 log = logging.getLogger("headrace")
 
-Ready = Callable[[Service, HttpServer], None]
+Ready = Callable[[Service, HttpServer], AbstractContextManager[None]]
 
 
 def serve_tinker(options: ServeOptions, report: Callable[[str], None]) -> None:
@@ -28,17 +28,12 @@ def serve_tinker(options: ServeOptions, report: Callable[[str], None]) -> None:
     logging.basicConfig(format="%(levelname)s: %(message)s")
     listening = _listen(options)
 
-    def ready(service: Service, server: HttpServer) -> None:
-        loop = asyncio.get_running_loop()
-
-        def stop() -> None:
-            server.stop()
-            loop.remove_signal_handler(signal.SIGINT)  # a second Ctrl-C does not wait for what is under way
-
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, stop)
-        for line in start_lines(options, url_of(options, listening), service):
-            report(line)
+    @contextmanager
+    def ready(service: Service, server: HttpServer) -> Iterator[None]:
+        with on_interrupt(server.stop):  # a second one does not wait for what is under way
+            for line in start_lines(options, url_of(options, listening), service):
+                report(line)
+            yield
 
     asyncio.run(_serve(options, listening, ready))
     report("stopped")
@@ -50,9 +45,14 @@ def running(options: ServeOptions) -> Iterator[str]:
     listening = _listen(options)
     started: Future[HttpServer] = Future()
 
+    @contextmanager
+    def ready(_: Service, server: HttpServer) -> Iterator[None]:
+        started.set_result(server)
+        yield
+
     def body() -> None:
         try:
-            asyncio.run(_serve(options, listening, lambda _, server: started.set_result(server)))
+            asyncio.run(_serve(options, listening, ready))
         except BaseException as error:  # handed to the one who waits
             if started.done():
                 raise
@@ -74,9 +74,9 @@ async def _serve(options: ServeOptions, listening: socket.socket, ready: Ready) 
     server = HttpServer(routes.app(), routes.rules())
     serving = await server.begin(listening)
     reaping = asyncio.create_task(_end_silent_sessions(service))
-    ready(service, server)
     try:
-        await serving
+        with ready(service, server):
+            await serving
     finally:
         reaping.cancel()
         with contextlib.suppress(asyncio.CancelledError):
