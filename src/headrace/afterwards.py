@@ -23,7 +23,8 @@ from headrace.evaluation_report import Progressing, draw, evaluation_table, show
 from headrace.evaluator import Evaluator, is_right, under
 from headrace.interrupts import interruptible
 from headrace.registry import load_object, resolve
-from headrace.terminal import Console
+from headrace.terminal import working
+from headrace.threads import in_own_thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +117,15 @@ def config_of(run_dir: Path) -> RunConfig:
 
 
 async def _export(config: RunConfig, checkpoint: Path, out: Path) -> None:
-    backend: Backend = await asyncio.to_thread(resolve("backend", config.backend.name), config)
-    try:
-        await load_checkpoint(checkpoint, backend, _tell)
-        await backend.export(out)
-    finally:
-        await backend.close()
+    with working(f"loading the model {config.model.name}") as doing:
+        backend: Backend = await in_own_thread(resolve("backend", config.backend.name), config)
+        try:
+            doing(f"loading {checkpoint}")
+            await load_checkpoint(checkpoint, backend, _tell)
+            doing(f"writing {out}")
+            await backend.export(out)
+        finally:
+            await backend.close()
 
 
 @dataclass(slots=True)
@@ -184,11 +188,13 @@ def _line(name: str, episode: Episode) -> str:
 
 
 async def _evaluate(config: RunConfig, checkpoint: Path | None, evaluation: _Evaluation) -> None:
-    parts = await asyncio.to_thread(assemble_evaluation, config)
+    with working(f"loading the tasks and the model {config.model.name}"):
+        parts = await in_own_thread(assemble_evaluation, config)
     try:
-        if checkpoint is not None:
-            await load_checkpoint(checkpoint, parts.backend, _tell)
-        await parts.backend.publish(0)  # an engine of its own would have the weights of the model as it was loaded
+        with working(f"loading {checkpoint or 'the engine'}"):
+            if checkpoint is not None:
+                await load_checkpoint(checkpoint, parts.backend, _tell)
+            await parts.backend.publish(0)  # an engine of its own would have the weights of the model as it was loaded
         await evaluation.run(parts.eval_manager, parts.evaluator)
     finally:
         await parts.engine.close()
@@ -214,4 +220,4 @@ def _require_checkpoint(path: Path) -> None:
 
 
 def _tell(text: str) -> None:
-    Console(stderr=True).print(text, markup=False, highlight=False)
+    print(text, file=sys.stderr)

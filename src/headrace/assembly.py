@@ -88,8 +88,9 @@ def assemble(
     tasks: Tasks | None = None,
     judger: Any = None,
     eval_tasks: dict[str, Tasks] | None = None,
+    report: Callable[[str], None] = lambda _: None,
 ) -> RunParts:
-    """Build every part. Objects given here go before what the configuration names.
+    """Build every part. Objects given here go before what the configuration names. `report` gets what takes its time.
 
     Names first, then tasks, then the model: what is cheap to find wrong is found before what is dear to load.
     """
@@ -105,13 +106,16 @@ def assemble(
             'workflow "single_turn" gives no reward and there is no judger; set workflow.judger, '
             "or use a workflow that returns a number"
         )
+    report("loading the training backend")
     new_backend = _checked_backend(config)
+    report("loading the tasks")
     data = load_training(config.data, tasks)
     warn_of_bad_rows(data, "the training tasks")
     sampler = make_sampler(config.data, data, config.fresh_groups, config.run.seed)
     sets = _evaluation_sets(config, eval_tasks, data)
     check_overlap(config.data, data.tasks, {name: tasks for name, (_, tasks) in sets.items()})
     demonstrations = demonstration_sampler(config)
+    report(f"loading the model {config.model.name}")
     parts = _evaluation_parts(config, run, judge, sets, new_backend)
     if config.algorithm.objective == "sft":
         run, judge = demonstration, None

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from time import monotonic
 from types import TracebackType
 from typing import Any, Self
 
 from rich.progress import Progress, TaskID
 from rich.table import Table
+from rich.text import Text
 
 from headrace.compare import Difference
 from headrace.evaluation_file import EvaluationResult, SetResult, curve, sources
 from headrace.registry import load_object
-from headrace.terminal import Console
+from headrace.terminal import Console, Pulse
 
-_EVERY_S = 10.0  # where there is no terminal to draw bars on
 _SHOWN = ("tasks", "failed", "reward", "response_tokens", "pass@1_low", "pass@1_high")
 
 
@@ -27,25 +26,27 @@ class Progressing:
         self._console = Console(stderr=True)
         self._bars = Progress(console=self._console, transient=True) if self._console.is_terminal else None
         self._tasks: dict[str, TaskID] = {}
-        self._told_at = monotonic()
+        self._at = "evaluating"
+        self._pulse = Pulse(lambda line: self._console.print(Text(line), soft_wrap=True))
 
     def __enter__(self) -> Self:
         if self._bars is not None:
             self._bars.start()
+        else:
+            self._pulse.doing(lambda: self._at)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._pulse.close()
         if self._bars is not None:
             self._bars.stop()
 
     def show(self, name: str, done: int, total: int) -> None:
         """So many episodes of a set are done."""
+        self._at = f"{name}: {done} of {total} episodes"
         if self._bars is None:
-            if monotonic() - self._told_at >= _EVERY_S:
-                self._told_at = monotonic()
-                self._console.print(f"{name}: {done} of {total} episodes", markup=False, highlight=False)
             return
         if name not in self._tasks:
             self._tasks[name] = self._bars.add_task(name, total=total)

@@ -1,12 +1,116 @@
-"""The console that everything for people is printed to."""
+"""What people see: the console, and a sign of life while something takes its time."""
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import rich.console
+from rich.text import Text
+
+Doing = str | Callable[[], str]
+"""What is being done; a function is asked whenever it is shown, from another thread."""
 
 
 class Console(rich.console.Console):
-    """One whose reader may leave, as that of `| head` does: an error like any other, where rich would exit."""
+    """Prints text as it is: a name with brackets is no markup.
+
+    Its reader may leave, as that of `| head` does: an error like any other, where rich would exit.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"markup": False, "emoji": False, **options})
 
     def on_broken_pipe(self) -> None:
         raise
+
+
+class Pulse:
+    """Where nothing is drawn: says what is being done, first after a few seconds of silence, then more and more rarely.
+
+    A thread of its own does it, so that it also comes while the event loop is blocked.
+    """
+
+    def __init__(
+        self,
+        say: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+        waits_s: tuple[float, ...] = (5.0, 10.0, 20.0, 40.0, 60.0),
+    ) -> None:
+        self._say, self._clock, self._waits_s = say, clock, waits_s
+        self._doing: Doing | None = None
+        self._since_s = self._quiet_since_s = clock()
+        self._said = 0
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def doing(self, what: Doing | None) -> None:
+        """From now on this is done; None for nothing worth a line."""
+        if isinstance(what, str) and what == self._doing:
+            return
+        self._doing, self._since_s = what, self._clock()
+        if what is not None and self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="headrace-pulse", daemon=True)
+            self._thread.start()
+
+    def spoke(self) -> None:
+        """Something else was printed: no need to speak for a while."""
+        self._quiet_since_s, self._said = self._clock(), 0
+
+    def line(self) -> str | None:
+        """What is to be said now, if anything; it counts as said."""
+        doing, now_s = self._doing, self._clock()
+        wait_s = self._waits_s[min(self._said, len(self._waits_s) - 1)]
+        if doing is None or now_s - self._quiet_since_s < wait_s:
+            return None
+        self._quiet_since_s = now_s
+        self._said += 1
+        return f"{shown(doing)} ({now_s - self._since_s:.0f} s)"
+
+    def close(self) -> None:
+        """Say no more."""
+        self._over.set()
+
+    def _run(self) -> None:
+        while not self._over.wait(min(0.5, self._waits_s[0] / 4)):
+            line = self.line()
+            if line is None:
+                continue
+            try:
+                self._say(line)
+            except (OSError, ValueError):  # nobody reads it; who prints the next line will find out
+                return
+
+
+def shown(doing: Doing) -> str:
+    """What is being done, as a text."""
+    return doing if isinstance(doing, str) else doing()
+
+
+@contextmanager
+def working(what: Doing) -> Iterator[Callable[[Doing], None]]:
+    """A sign of life on standard error, a live line or one now and then; yields a function that changes it."""
+    console = Console(stderr=True, highlight=False)
+    if console.is_interactive:
+        with console.status(_Asked(what)) as status:
+            yield lambda new: status.update(_Asked(new))
+        return
+    pulse = Pulse(lambda line: console.print(Text(line), soft_wrap=True))
+    pulse.doing(what)
+    try:
+        yield pulse.doing
+    finally:
+        pulse.close()
+
+
+class _Asked:
+    """Asked anew whenever it is drawn."""
+
+    def __init__(self, doing: Doing) -> None:
+        self._doing, self._since_s = doing, time.monotonic()
+
+    def __rich__(self) -> Text:
+        return Text(f"{shown(self._doing)} ({time.monotonic() - self._since_s:.0f} s)")

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 from headrace.usercode import escape_of, line_of_thread, note_abandoned
 
@@ -19,6 +19,7 @@ _MOST = 256  # a thread that waits for a slow tool costs little; too few would m
 GRACE_S = 10.0
 """How long a call that was cancelled may take to clean up, before nobody waits for it any more."""
 
+T = TypeVar("T")
 _Job = tuple[Future[Any], Callable[[], Any]]
 
 
@@ -117,6 +118,12 @@ class _ThreadCall:
         if thread is not None:
             note_abandoned(self._what, line_of_thread(thread))
             _threads.replace_one()
+
+
+async def in_own_thread(function: Callable[..., T], *arguments: Any, **named: Any) -> T:
+    """What a function of ours returns that takes long, as loading does. Once cancelled, nobody waits for its end."""
+    call = functools.partial(contextvars.copy_context().run, function, *arguments, **named)
+    return await asyncio.get_running_loop().run_in_executor(_threads, call)
 
 
 async def call_anyhow(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:

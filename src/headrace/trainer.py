@@ -42,6 +42,7 @@ from headrace.registry import resolve
 from headrace.rundir import claim_run_dir, log_to_file, mark_finished
 from headrace.saving import CheckpointWriter, adopt
 from headrace.summary import summarize
+from headrace.threads import in_own_thread
 from headrace.track.base import RunInfo, TrackerSet
 from headrace.usercode import reporting_abandoned
 
@@ -113,7 +114,7 @@ class UnifiedTrainer:
                 [self._evaluations_of, *self._own_callbacks, Tracking(self._trackers), saving]
             )
             self._trackers.message(f"loading {self.config.model.name} for the run in {self._run_dir}")
-            self._parts = await asyncio.to_thread(assemble, self.config, *self._given)
+            self._parts = await in_own_thread(assemble, self.config, *self._given, report=self._trackers.progress)
             self.engine = self._parts.engine
             self._alarms = Alarms(self.config, self._trackers.message)
             async with AsyncExitStack() as held:  # closed in the opposite order, all of it, whatever fails
@@ -145,6 +146,7 @@ class UnifiedTrainer:
 
     async def _train(self) -> None:
         config, notes = self.config, list(self._claim.notes)
+        self._trackers.progress("looking for a checkpoint")
         state = await self._resumed_state(notes.append)
         info = self._as_given.model_dump(mode="json")
         self._trackers.start(
@@ -202,6 +204,7 @@ class UnifiedTrainer:
         )  # fmt: skip
         parts.manager.journal = self._journal.episodes()
         self._take_up(state)
+        self._trackers.progress("giving the engine its weights")
         await parts.backend.publish(version)
 
     def _account_before_replay(self) -> Account:
@@ -267,6 +270,10 @@ class UnifiedTrainer:
         pieces: list[list[FinishedGroup]] = []
         again: list[FinishedGroup] = []
         assert self._hand_out is not None
+        step, complete = f"step {self.step + 1}/{self.config.trainer.steps}", self._buffer
+        self._trackers.progress(
+            lambda: f"{step}: {len(complete)} of {batch.size} groups complete, {self._coordinator.in_flight} under way"
+        )
         async with aclosing(self._hand_out.gather(batch.size, self.step)) as gathered:
             async for some, again in gathered:
                 pieces.append(some)
@@ -274,6 +281,7 @@ class UnifiedTrainer:
                     peak_mb = memory.peak_mb()
                     await self._lend_memory()
                     self._learner.metrics.record("memory/generate_peak_mb", peak_mb, Reducer.MAX)
+                self._trackers.progress(f"{step}: training")
                 with self._clock.training():
                     await self._learner.learn(some, again)
         if self._learner.has_something:
@@ -296,7 +304,8 @@ class UnifiedTrainer:
         """Make the steps again that were recorded after the checkpoint: from the record, with nothing generated."""
         if self._recorded:
             self._trackers.message(f"making {len(self._recorded)} recorded steps again, from step {self.step + 1}")
-        for record in self._recorded:
+        for number, record in enumerate(self._recorded, 1):
+            self._trackers.progress(f"making recorded step {number} of {len(self._recorded)} again")
             await self._callbacks.call("on_batch_start", self.step)
             self._coordinator.open_batch()
             self._learner.begin(self._coordinator.version)
@@ -422,7 +431,7 @@ class UnifiedTrainer:
             await self.engine.pin()
         try:
             await self._callbacks.call("on_validation_start", step)
-            found = await self._recorded_or_new_evaluation(step)
+            found = await self._recorded_or_new_evaluation(step, shown=not pinned)
         finally:
             if pinned:
                 await self.engine.unpin()
@@ -441,16 +450,25 @@ class UnifiedTrainer:
             return await self.evaluate(pinned=True)
         return next((dict(found) for found in self._evaluations if found["eval/step"] == step), {})
 
-    async def _recorded_or_new_evaluation(self, step: int) -> dict[str, float]:
+    async def _recorded_or_new_evaluation(self, step: int, shown: bool) -> dict[str, float]:
         recorded = self._journal.evaluation(step, self.config.eval.sets)
         if recorded is not None:  # made before the run was interrupted
             return {key: value for name, metrics in recorded.items() for key, value in under(name, metrics).items()}
+        when, at = f"after step {step}" if step else "before training", ""
+
+        def progress(name: str, done: int, total: int) -> None:
+            nonlocal at
+            at = f": {name}, {done} of {total} episodes"
+
+        if shown:  # beside training, what training does is shown
+            self._trackers.progress(lambda: f"evaluating {when}{at}")
         return await self._parts.evaluator.evaluate(
-            self._parts.eval_manager, keep=lambda *found: self._journal.evaluated(step, *found)
+            self._parts.eval_manager, progress, keep=lambda *found: self._journal.evaluated(step, *found)
         )
 
     async def save(self) -> None:
         """Write a checkpoint."""
+        self._trackers.progress(f"saving the checkpoint of step {self.step}")
         state = TrainerState(
             step=self.step,
             version=self._coordinator.version,

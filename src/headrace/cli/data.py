@@ -38,14 +38,18 @@ def inspect(
     mixture is drawn, what evaluation sets share with training, and lengths in
     tokens of the run's model. Settings can be given as `--section.key value`.
     """
+    from headrace.terminal import working
+
     if source.endswith(".toml"):
         if given := [name for name, value in (("args", args), ("columns", columns), ("template", template)) if value]:
             raise ConfigError(f"--{given[0]} is for a source, and {source} is a run file; use --data.{given[0]}")
-        report, notes = _of_run(source, overrides)
+        with working(f"loading the tasks of {source}"):
+            report, notes = _of_run(source, overrides)
     else:
         if overrides:
             raise ConfigError(f"{overrides[0]} is a setting of a run file, and {source} is a source; use --args")
-        report, notes = _of_source(source, args, columns, template), []
+        with working(f"loading {source}"):
+            report, notes = _of_source(source, args, columns, template), []
     if json:
         from json import dumps
 

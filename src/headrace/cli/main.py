@@ -76,7 +76,7 @@ def main() -> None:
     if not words or {"-h", "--help"} & {*words}:
         from headrace.terminal import Console
 
-        app.console = Console()
+        app.console = Console(markup=True)
     leave(run(words))
 
 

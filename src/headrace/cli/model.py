@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Annotated
 
 from cyclopts import App, Parameter
@@ -36,8 +35,15 @@ def list_models() -> None:
 def get(name: Annotated[str, Parameter(help="A name from `headrace model list`.")]) -> None:
     """Fetch a model into the cache, or say that it is there."""
     from headrace.models.catalog import get_model
+    from headrace.terminal import working
 
-    get_model(name, report=partial(print, flush=True))
+    with working(f"getting {name}") as doing:
+
+        def report(line: str) -> None:
+            print(line, flush=True)
+            doing(line)
+
+        get_model(name, report)
 
 
 def model_state(name: str) -> tuple[bool, str]:

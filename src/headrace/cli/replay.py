@@ -20,20 +20,22 @@ def replay(
     bit: without `run.deterministic` the last digits depend on the number of threads, and "different" may be rounding.
     """
     from rich.table import Table
+    from rich.text import Text
 
     from headrace.replay import Replay
-    from headrace.terminal import Console
+    from headrace.terminal import Console, working
 
     console, found = Console(), Replay(run, until)
     table = Table("step", "version", "reward", "loss", "gradient", "weights", title=f"replay of {run}")
     different = 0
-    with console.status("replaying") as status:
+    with working(f"loading the model {found.config.model.name}") as doing:
         for number, step in enumerate(found, 1):
-            status.update(f"replaying {number} of {len(found)} batches")
+            doing(f"replayed {number} of {len(found)} batches")
             figures = (step.metrics.get(key) for key in ("reward/mean", "policy/loss", "policy/grad_norm"))
             shown = ("" if value is None else f"{value:.4g}" for value in figures)
-            verdict = {True: "the same", False: "[red]different[/red]", None: "not recorded"}[step.same]
-            table.add_row(str(step.step), str(step.version), *shown, f"{step.fingerprint} {verdict}")
+            verdict = {True: "the same", False: "different", None: "not recorded"}[step.same]
+            weights = Text(f"{step.fingerprint} {verdict}", style="red" if step.same is False else "")
+            table.add_row(str(step.step), str(step.version), *shown, weights)
             different += step.same is False
     console.print(table)
     if different and not found.config.run.deterministic:

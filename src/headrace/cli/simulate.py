@@ -79,17 +79,15 @@ def simulate(
 
 
 def _with_progress(points: list[GridPoint]) -> list[Simulated]:
-    """Simulate all, with a bar on a terminal."""
-    from rich.progress import track
-
+    """Simulate all, with a sign of life."""
     from headrace.pipeline.grid import simulate_grid
-    from headrace.terminal import Console
+    from headrace.terminal import working
 
-    errors = Console(stderr=True)
-    shown = track(
-        simulate_grid(points), "simulating", len(points), console=errors, transient=True, disable=not errors.is_terminal
-    )
-    return list(shown)
+    done: list[Simulated] = []
+    with working(lambda: f"simulating schedule {len(done) + 1} of {len(points)}"):
+        for item in simulate_grid(points):
+            done.append(item)  # noqa: PERF402  (counted meanwhile)
+    return done
 
 
 _COLUMNS = (

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from headrace import registry
 from headrace.engine.base import EngineHealth
 from headrace.errors import ConfigError
+from headrace.terminal import Doing
 
 log = logging.getLogger("headrace")
 
@@ -84,6 +85,10 @@ class TrackerSet:
     def status(self, engine: EngineHealth) -> None:
         """Hand the engine's state to every tracker that shows it (an optional method `status`)."""
         self._each("status", lambda tracker: getattr(tracker, "status", lambda _: None)(engine))
+
+    def progress(self, doing: Doing) -> None:
+        """Hand what is being done to every tracker that shows it (an optional method `progress`)."""
+        self._each("progress", lambda tracker: getattr(tracker, "progress", lambda _: None)(doing))
 
     def close(self) -> None:
         """Close every tracker; the set is empty afterwards."""

@@ -40,9 +40,11 @@ class ConsoleTracker:
         self._wants_live = _can_draw(self._console) if live is None else live
         self._clock = clock
         self._name = ""
-        self._progress = _Progress(0, 0.0)
+        self._progress: _Progress | None = None
+        self._doing: terminal.Doing = ""
+        self._pulse = terminal.Pulse(self._write, clock)
         self._history = _History()
-        self._body: RenderableType = Text("waiting for the first step", style="dim")
+        self._body: RenderableType = Text()
         self._engine: EngineHealth | None = None
         self._live: Live | None = None
 
@@ -50,17 +52,23 @@ class ConsoleTracker:
         """Draw the first view."""
         self._name = info.name
         self._progress = _Progress(info.total_steps, self._clock())
+        self._draw()
+
+    def progress(self, doing: terminal.Doing) -> None:
+        """Show what is being done: always on a terminal, elsewhere after some seconds without a line."""
+        self._doing = doing
         if self._wants_live:
-            # once a second is enough for the clock; log() redraws at once, and drawing takes time from training
-            self._live = Live(get_renderable=self._view, console=self._console, refresh_per_second=1)
-            self._live.start()
+            self._draw()
+        else:
+            self._pulse.doing(doing)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Redraw with the step's metrics, or print its line."""
-        self._progress.advance(step, self._clock())
+        progress = self._progress = self._progress or _Progress(0, self._clock())
+        progress.advance(step, self._clock())
         self._history.add(metrics)
         if self._live is None:
-            self._print(plain_line(step, self._progress.total, metrics))
+            self._print(plain_line(step, progress.total, metrics))
         else:
             self._body = _body(self._history)  # replaced whole: the refresh thread may be reading the one before
             self._live.refresh()
@@ -77,18 +85,35 @@ class ConsoleTracker:
 
     def close(self) -> None:
         """Leave the last view on the screen and give the terminal back."""
+        self._doing = ""
+        self._pulse.close()
         live, self._live = self._live, None
         if live is not None:
+            live.transient = self._progress is None  # of a run that never began nothing is left
             live.stop()  # shows the cursor again even if the last drawing fails
 
+    def _draw(self) -> None:
+        if self._wants_live and self._live is None:
+            # once a second is enough for the clock; log() redraws at once, and drawing takes time from training
+            self._live = Live(get_renderable=self._view, console=self._console, refresh_per_second=1)
+            self._live.start()
+
     def _print(self, text: str) -> None:
+        self._pulse.spoke()
+        self._write(text)
+
+    def _write(self, text: str) -> None:
         # a log file gets one line, however long; above the live view, lines break between words
         self._console.print(Text(text), soft_wrap=self._live is None)
 
     def _view(self) -> RenderableType:
+        now = Text(terminal.shown(self._doing), style="dim")
+        if self._progress is None:  # the run is being loaded
+            return now
         title = Text.assemble("headrace  ", (self._name, "bold default"))
         engine = [Text(), _engine_line(self._engine)] if self._engine is not None else []
-        content = Group(self._progress.bar(self._clock()), Text(), self._body, *engine)
+        doing = [Text(), now] if now else []
+        content = Group(self._progress.bar(self._clock()), Text(), self._body, *engine, *doing)
         width = min(self._console.width, _MAX_WIDTH)
         return Panel(content, title=title, title_align="left", border_style="bright_black", width=width, padding=(1, 2))
 
