@@ -120,8 +120,8 @@ STUBBORN = """
 import sys, threading, time
 from headrace.cli.main import app, main
 def stubborn():
-    print("ready", flush=True)
     try:
+        print("ready", flush=True)
         time.sleep(30)
     finally:
         print("cleaning", flush=True)

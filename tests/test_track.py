@@ -213,14 +213,14 @@ def plain(steps: list[Mapping[str, float]], tmp_path: Path) -> list[str]:
 
 def test_without_a_terminal_each_step_is_one_plain_line(tmp_path: Path) -> None:
     assert plain([EVAL, STEP | EVAL | {"episodes/failed": 3.0}], tmp_path) == [
-        "step 0/60  eval countdown 0.310",
+        "before training  eval countdown 0.310",
         "step 1/60  reward 0.412  eval countdown 0.310  gen 5.2k tok/s  train 9.1k tok/s  failed 3  2.1 s/step",
         "saved [bold]step 1[/bold]",
     ]
 
 
 def test_missing_metrics_are_left_out_of_the_line(tmp_path: Path) -> None:
-    assert plain([{}, {"policy/loss": math.nan}], tmp_path)[:2] == ["step 0/60", "step 1/60  loss nan"]
+    assert plain([{}, {"policy/loss": math.nan}], tmp_path)[:2] == ["before training", "step 1/60  loss nan"]
 
 
 def test_without_rollouts_the_loss_is_shown_and_no_speed_of_sampling(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from headrace.checkpoint import list_checkpoints
 from headrace.config import RunConfig
 from headrace.errors import MissingExtraError
 from headrace.registry import load_object
-from headrace.terminal import Console
+from headrace.terminal import Console, working
 
 if TYPE_CHECKING:
     from headrace.trainer import RunResult
@@ -82,7 +82,8 @@ def _draw(result: RunResult, config: RunConfig) -> str | None:
     if not config.track.plot or "jsonl" not in config.track.trackers:
         return None
     try:
-        picture = load_object("headrace.track.plot:draw_curves")(result.run_dir)
+        with working("drawing the curves"):
+            picture = load_object("headrace.track.plot:draw_curves")(result.run_dir)
     except MissingExtraError:
         return None
     return str(picture) if picture else None

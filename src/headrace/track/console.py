@@ -177,7 +177,7 @@ class _History:
 
 def plain_line(step: int, total: int, metrics: Mapping[str, float]) -> str:
     """The important figures of one step, as one line of plain ASCII."""
-    parts = [f"step {step}/{total}"]
+    parts = [f"step {step}/{total}" if step else "before training"]
     parts += [f"{label} {_figure(metrics[key])}" for label, key in _headline(metrics)]
     parts += [_evaluation(name, metrics) for name in eval_sets(metrics)]
     for key, word in (("tokens/generated_per_s", "gen"), ("tokens/trained_per_s", "train")):
