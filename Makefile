@@ -7,6 +7,9 @@ BIN := .venv/bin
 STAMP := .venv/.stamp
 # Twice quiet: errors are shown, an index's warnings are not.
 PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check
+LOCKS := requirements/build.txt requirements/all.txt
+# Without a hash: the same version is another file for each kind of processor. What CUDA needs, torch pins itself.
+TORCH := $(shell grep '^torch==' constraints.txt)
 BENCHMARKS = $(sort $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py)))
 
 .DEFAULT_GOAL := help
@@ -19,13 +22,16 @@ help: ## list the targets
 setup: $(STAMP) ## make .venv with the pinned packages, if it is not up to date
 	@echo ".venv is ready."
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt $(LOCKS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "Headrace needs Python 3.11 or later, and $(PYTHON) is missing or older; try: make setup PYTHON=python3.11" >&2; exit 1; }
 	@echo "Installing Headrace and its pinned packages into .venv: about a minute, or several with the CUDA build of torch ..."
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@$(PIP) install --no-compile --upgrade pip -c constraints.txt
-	@$(PIP) install --no-compile -e ".[local,gguf,plot,dev]" -c constraints.txt
+	@for lock in $(LOCKS); do \
+	  $(PIP) install --no-compile --require-hashes --no-deps --no-build-isolation -r $$lock || exit 1; done
+	@$(PIP) install --no-compile -c constraints.txt $(TORCH)
+	@$(PIP) install --no-compile --no-deps --no-build-isolation -e .
+	@$(PIP) check
 	@# Compiling all of torch and transformers takes half a minute; compile only what a run imports.
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -c 'import peft, pytest, torch; from transformers import LlamaForCausalLM'
 	@touch $@
