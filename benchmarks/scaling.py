@@ -299,7 +299,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=5, help="of each run, beside the first, which does not count")
-    parser.add_argument("--plot", type=Path, help="draw a picture (PNG); needs headrace[plot]")
+    parser.add_argument("--plot", type=Path, help="draw a picture (PNG); needs the extra plot")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true")
     args = parsed(parser, {"rounds": 2, "steps": 2})

@@ -188,7 +188,7 @@ def test_doctor_ends_with_a_verdict_that_matches_its_exit_code(capsys: Caught, m
     monkeypatch.setenv("COLUMNS", "300")
     code = run(["doctor"])
     out = capsys.readouterr().out
-    assert all(word in out for word in ("Python", "cores", "memory", "threads", "headrace[local]", "model bundled"))
+    assert all(word in out for word in ("Python", "cores", "memory", "threads", "extra local", "model bundled"))
     assert out.splitlines()[-1].startswith("ready for: headrace train" if code == 0 else "first: ")
 
 
@@ -212,10 +212,11 @@ def test_without_torch_doctor_and_get_say_what_to_install(without_local_extra: d
 
     doctor = headrace_without("doctor")
     assert doctor.returncode == 1, doctor.stderr
-    assert 'missing: torch, transformers (pip install "headrace[local]")' in doctor.stdout
-    assert doctor.stdout.splitlines()[-1] == 'first: pip install "headrace[local]"'
+    line = '.venv/bin/pip install -e ".[local]" -c constraints.txt'
+    assert f"missing: torch, transformers ({line})" in doctor.stdout
+    assert doctor.stdout.splitlines()[-1] == f"first: in the clone: {line}"
     get = headrace_without("model", "get", "smollm2-135m")
-    assert get.returncode == 2 and 'pip install "headrace[local]"' in get.stderr and get.stdout == ""
+    assert get.returncode == 2 and line in get.stderr and get.stdout == ""
 
 
 def test_doctor_knows_the_packages_of_every_extra():

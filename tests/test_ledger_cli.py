@@ -135,7 +135,7 @@ def test_without_pyarrow_it_says_what_to_install(run_dir: Path, tmp_path: Path, 
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.delitem(sys.modules, "headrace.data.ledger.parquet", raising=False)
     done = run_and_catch(["ledger", str(run_dir), "--export", str(tmp_path / "out.parquet")])
-    assert 'pip install "headrace[parquet]"' in done and not list(tmp_path.glob("*out*"))
+    assert 'pip install -e ".[parquet]" -c' in done and not list(tmp_path.glob("*out*"))
 
 
 def run_and_catch(words: list[str]) -> str:

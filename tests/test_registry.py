@@ -123,9 +123,8 @@ def test_a_missing_package_is_named_with_the_extra_to_install(
     monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
     with pytest.raises(MissingExtraError) as raised:
         load_object("own_needy:anything")
-    assert str(raised.value) == (
-        f'"{package}" is not installed, which own_needy needs; pip install "headrace[{extra}]"'
-    )
+    line = f'.venv/bin/pip install -e ".[{extra}]" -c constraints.txt'
+    assert str(raised.value) == f'"{package}" is not installed, which own_needy needs; in the clone: {line}'
 
 
 def test_a_missing_import_inside_the_users_code_keeps_its_traceback(user_folder: Path) -> None:

@@ -133,7 +133,7 @@ def test_a_source_whose_package_is_missing_says_what_to_install(package: str, so
         f"from headrace.data.task import load_tasks\nload_tasks({source!r})"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert f'pip install "headrace[{extra}]"' in done.stderr and MissingExtraError.__name__ in done.stderr
+    assert f'pip install -e ".[{extra}]" -c' in done.stderr and MissingExtraError.__name__ in done.stderr
 
 
 # ---- columns ---------------------------------------------------------------------------------------------------------

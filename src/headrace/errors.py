@@ -30,6 +30,11 @@ class MissingExtraError(HeadraceError, ImportError):
     """An optional dependency is not installed."""
 
 
+def install_line(extra: str) -> str:
+    """What installs an extra, in the folder that Headrace was cloned into: it is on no index."""
+    return f'.venv/bin/pip install -e ".[{extra}]" -c constraints.txt'
+
+
 class EngineError(HeadraceError, RuntimeError):
     """The rollout engine failed or was asked for what it cannot do."""
 

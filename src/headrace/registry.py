@@ -15,7 +15,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from headrace.errors import ConfigError, MissingExtraError
+from headrace.errors import ConfigError, MissingExtraError, install_line
 
 _BUILTIN: dict[str, dict[str, str]] = {
     "backend": {
@@ -236,7 +236,7 @@ def _import(module_name: str) -> Any:
         if package in _EXTRA_OF_PACKAGE:
             extra = _EXTRA_OF_PACKAGE[package]
             raise MissingExtraError(
-                f'"{package}" is not installed, which {module_name} needs; pip install "headrace[{extra}]"'
+                f'"{package}" is not installed, which {module_name} needs; in the clone: {install_line(extra)}'
             ) from missing
         if module_name.startswith(package) and not module_name.startswith("headrace"):
             raise ConfigError(f'cannot import "{module_name}": there is no module "{missing.name}"') from missing

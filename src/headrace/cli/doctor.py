@@ -11,6 +11,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from headrace.errors import install_line
+
 EXAMPLE = "headrace train examples/countdown.toml"
 
 # The packages of each extra, as in pyproject.toml; a test holds the two together.
@@ -22,7 +24,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "remote": ("httpx2",),
     "gateway": ("starlette", "uvicorn"),
     "mcp": ("mcp",),
-    "serve": ("protobuf", "starlette", "tinker", "uvicorn"),
+    "serve": ("protobuf",),
     "tinker": ("tinker",),
     "math": ("math-verify",),
     "datasets": ("datasets",),
@@ -46,7 +48,7 @@ def doctor() -> int:
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in (*_machine(), *_tensor_library(torch, torch_problem), *_packages(), *_models()):
-        table.add_row(Text(name), Text(value))  # Text: "headrace[local]" is not markup
+        table.add_row(Text(name), Text(value))  # Text: ".[local]" is not markup
     console = Console(highlight=False)
     console.print(table)
     first = next(_obstacles(torch_problem), None)
@@ -85,8 +87,8 @@ def _packages() -> Iterator[Row]:
         missing = [package for package in packages if _version(package) is None]
         there = [f"{package} {_version(package)}" for package in packages if package not in missing]
         if missing:
-            there.append(f'missing: {", ".join(missing)} (pip install "headrace[{extra}]")')
-        yield f"headrace[{extra}]", ", ".join(there)
+            there.append(f"missing: {', '.join(missing)} ({install_line(extra)})")
+        yield f"extra {extra}", ", ".join(there)
 
 
 def _models() -> Iterator[Row]:
@@ -102,7 +104,7 @@ def _obstacles(torch_problem: str) -> Iterator[str]:
     from headrace.cli.model import model_state
 
     if any(_version(package) is None for package in EXTRAS[_NEEDED_EXTRA]):
-        yield f'pip install "headrace[{_NEEDED_EXTRA}]"'
+        yield f"in the clone: {install_line(_NEEDED_EXTRA)}"
     elif torch_problem:
         yield f"mend torch, which {torch_problem}"
     usable, problem = model_state("bundled")

@@ -27,7 +27,7 @@ def ledger(
     /,
     *,
     export: Annotated[
-        Path | None, Parameter(help="Write the episodes to FILE.jsonl or FILE.parquet (needs headrace[parquet]).")
+        Path | None, Parameter(help="Write the episodes to FILE.jsonl or FILE.parquet (needs the extra parquet).")
     ] = None,
     kind: Annotated[
         Literal["train", "eval"] | None, Parameter(help='Which episodes to export; "train" if empty.')

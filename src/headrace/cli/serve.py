@@ -39,7 +39,7 @@ def tinker(
     results_mb: Annotated[float, Parameter(help="Memory for results that wait to be fetched.")] = 512.0,
     max_body_mb: Annotated[float, Parameter(help="Largest request.")] = 256.0,
 ) -> None:
-    """Speak the Tinker API over the local engine and learner; needs headrace[serve,local]."""
+    """Speak the Tinker API over the local engine and learner; needs the extra serve."""
     from headrace.registry import load_object
 
     options = load_object("headrace.serve.options:ServeOptions")(

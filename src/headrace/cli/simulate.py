@@ -24,7 +24,7 @@ def simulate(
     file: RunFile,
     /,
     *overrides: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
-    chart: Annotated[Path | None, Parameter(help="Draw a picture (PNG, SVG or PDF); needs headrace[plot].")] = None,
+    chart: Annotated[Path | None, Parameter(help="Draw a picture (PNG, SVG or PDF); needs the extra plot.")] = None,
     json: Annotated[Path | None, Parameter(help="Write all figures, with the staleness distribution.")] = None,
 ) -> None:
     """Try schedules before paying for them: the loop of a run, without a model.

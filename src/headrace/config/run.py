@@ -121,7 +121,7 @@ class TrackSection(Section):
     trackers: tuple[str, ...] = ("console", "jsonl", "tensorboard")
     """Registered trackers or "module:class" of your own."""
     plot: bool = True
-    """Draw the reward curve into the run folder at the end (needs headrace[plot])."""
+    """Draw the reward curve into the run folder at the end (needs the extra plot)."""
 
 
 class LedgerSection(Section):

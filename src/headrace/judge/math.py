@@ -6,7 +6,7 @@ import importlib.util
 
 from headrace.data.episode import Episode
 from headrace.data.task import Task
-from headrace.errors import DataError, MissingExtraError
+from headrace.errors import DataError, MissingExtraError, install_line
 from headrace.judge.base import Judger, Verdict
 from headrace.judge.extract import check_where, expected, marked
 from headrace.judge.pool import WorkerCrashError, WorkerFailedError, WorkerPool, WorkerTimeoutError
@@ -31,7 +31,7 @@ class MathJudger(Judger):
     ) -> None:
         if importlib.util.find_spec("math_verify") is None:
             raise MissingExtraError(
-                '"math-verify" is not installed, which the judger "math" needs; pip install "headrace[math]"'
+                f'"math-verify" is not installed, which the judger "math" needs; in the clone: {install_line("math")}'
             )
         self._places = check_where(where)
         self._marked_only = marked_only
