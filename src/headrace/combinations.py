@@ -330,9 +330,9 @@ def _schedule(config: RunConfig) -> Iterator[str]:
             f"trainer.max_staleness {bound} does not let so many run ahead; raise it to "
             f"{math.ceil(produce.over_sample or 0)}"
         )
-    if produce.capacity is not None and produce.capacity < config.fresh_groups:
+    if produce.capacity is not None and produce.capacity < config.trainer.batch_size:
         yield (
-            f"produce.capacity is {produce.capacity}, and a step needs {config.fresh_groups} groups at once: "
+            f"produce.capacity is {produce.capacity}, and a step needs {config.trainer.batch_size} groups at once: "
             f"it would never be made; raise it"
         )
     if produce.reuse > 1:

@@ -35,14 +35,19 @@ class HandOut:
         self._journal = journal
         self._streams = streams
         self._tell = tell
+        self._beyond = 0  # groups that steps took beyond their batches, which are still queued
         self.enough = False
         """Set to be content with what is there: the run is to stop."""
 
     async def gather(
         self, size: int, step: int
     ) -> AsyncGenerator[tuple[list[FinishedGroup], list[FinishedGroup]], None]:
-        """The groups of a step, all at once or in pieces; with the last, those that are trained once more."""
+        """The groups of a step, all at once or in pieces; with the last, those that are trained once more.
+
+        A batch that has too few to train once more takes more new ones: it is always full.
+        """
         taken, last = 0, False
+        size += self._lacking(size)
         while not last:
             some = await self._take(size - taken, step)
             taken += len(some)
@@ -53,6 +58,19 @@ class HandOut:
                 taken = len(some)
             again = self._config.trainer.batch_size - taken if last else 0
             yield some, self._buffer.take_used(again, self._is_too_old)
+
+    def _lacking(self, size: int) -> int:
+        """New groups that the step needs beyond those of its batch, because too few can be trained once more."""
+        if self._config.produce.reuse == 1:
+            return 0
+        queue, fresh = self._producer.batches, self._config.fresh_groups
+        while self._beyond >= fresh and not queue.empty():  # batches that went into earlier steps
+            self._beyond -= queue.get_nowait().size
+        extra = max(self._config.trainer.batch_size - size - self._buffer.usable(self._is_too_old), 0)
+        self._beyond += extra
+        self._coordinator.enlarge(extra)
+        self._changes.notify()
+        return extra
 
     async def _take(self, wanted: int, step: int) -> list[FinishedGroup]:
         """Wait for groups that the step may take, and take them.

@@ -8,7 +8,7 @@ from dataclasses import replace
 from headrace.backends.base import Backend
 from headrace.config import RunConfig
 from headrace.data.sample import TrainBatch
-from headrace.metrics import MetricsAggregator
+from headrace.metrics import MetricsAggregator, Reducer
 from headrace.objectives import Objective, Part, in_shares
 from headrace.pipeline.buffer import FinishedGroup
 from headrace.pipeline.drift import drift_metrics
@@ -42,6 +42,8 @@ class Learner:
         prepared = await self._objective.prepare(groups, self._version)
         self.metrics.merge(prepared.metrics)
         self._finished += finished
+        if self._config.produce.reuse > 1:
+            self.metrics.record("episodes/reused", sum(group.kept for group in again), Reducer.SUM)
         if prepared.part is not None:
             self._parts.append(prepared.part)
             if self._updates == 1:

@@ -186,6 +186,7 @@ class UnifiedTrainer:
             over_sample=config.produce.over_sample,
             capacity=config.produce.capacity,
             batches=self._batches_left,
+            largest_step=config.trainer.batch_size,
             account=account,
         )
         self._changes = Changes()

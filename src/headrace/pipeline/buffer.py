@@ -166,6 +166,10 @@ class TrajectoryGroupBuffer:
         """Keep a group that was trained so often before the run was interrupted."""
         self._used[group.group_id] = (group, uses)
 
+    def usable(self, is_stale: Callable[[FinishedGroup], bool]) -> int:
+        """How many groups `take_used` could give."""
+        return sum(not is_stale(group) for group, _ in self._used.values())
+
     def take_used(self, count: int, is_stale: Callable[[FinishedGroup], bool]) -> list[FinishedGroup]:
         """Up to `count` groups to be trained again, the least used and newest first; stale ones are forgotten."""
         self._used = {g: (group, uses) for g, (group, uses) in self._used.items() if not is_stale(group)}

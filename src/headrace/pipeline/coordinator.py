@@ -16,8 +16,8 @@ class SyncCoordinator:
 
     Batch k is trained to make version k + 1. A batch may be opened for every version up to `version + max_staleness`,
     so that generation runs ahead by no more than the bound. `capacity` and `over_sample` (a share of `batch_size`)
-    bound the groups that run or wait; `batches` is how many the run needs in all; `account` is where the run stood
-    when it was interrupted.
+    bound the groups that run or wait; `batches` is how many the run needs in all; `largest_step` is how many groups a
+    step may ask for (`enlarge`); `account` is where the run stood when it was interrupted.
     """
 
     def __init__(
@@ -29,6 +29,7 @@ class SyncCoordinator:
         over_sample: float | None = None,
         capacity: int | None = None,
         batches: int | None = None,
+        largest_step: int = 0,
         account: Account | None = None,
     ) -> None:
         self.policy = policy
@@ -36,6 +37,7 @@ class SyncCoordinator:
         self._batch_size = batch_size
         self._ahead = batch_size * (1 + policy.max_staleness)
         self._window = self._ahead if over_sample is None else round(batch_size * (1 + over_sample))
+        self._window = max(self._window, largest_step)
         self._capacity = capacity or 2 * self._ahead
         self._last_batch: int | None = None
         if batches is not None:
@@ -47,7 +49,8 @@ class SyncCoordinator:
         self._running_overdue = 0  # kept up to date, so that admission is not a walk over all groups
         self._whole: dict[int, int] = {}
         self._in_step = 0
-        self._surplus = 0  # groups that steps trained beyond a batch, because they were due: the last would lack them
+        self._extra = 0  # groups that the step takes beyond a batch, to be full
+        self._surplus = 0  # groups that steps trained beyond a batch, as due or extra: the last would lack them
         account = account or Account()
         self._dispatched, self._pending = account.dispatched, account.pending
         self._trained, self._filtered = account.trained, account.filtered
@@ -57,7 +60,7 @@ class SyncCoordinator:
 
     def may_open_batch(self) -> bool:
         """Whether the tasks of one more batch may be drawn."""
-        more = -(-(self._overdue() + self._surplus) // self._batch_size)
+        more = -(-(self._overdue() + self._surplus + self._extra) // self._batch_size)
         if self._last_batch is not None and self._batches_opened >= self._last_batch + more:
             return False
         return self._batches_opened <= self.version + self.policy.max_staleness + more
@@ -66,6 +69,10 @@ class SyncCoordinator:
         """The tasks of one more batch are drawn."""
         assert self.may_open_batch(), "a batch was opened beyond the staleness bound"
         self._batches_opened += 1
+
+    def enlarge(self, extra: int) -> None:
+        """The step that trains at this version takes so many groups beyond a batch: they may be opened for it."""
+        self._extra = extra
 
     def needs(self, batches: int) -> None:
         """From this version on, the run needs so many batches, and no more are opened."""
@@ -78,7 +85,7 @@ class SyncCoordinator:
 
     def _step_over(self) -> None:
         self._surplus += max(0, self._in_step - self._batch_size)
-        self._in_step = 0
+        self._in_step = self._extra = 0
 
     def may_start(self) -> bool:
         """Whether a group of an opened batch may start."""

@@ -95,6 +95,7 @@ class Simulation:
             over_sample=produce.over_sample,
             capacity=produce.capacity,
             batches=self._steps if ends else None,
+            largest_step=trainer.batch_size,
         )
         self.buffer = TrajectoryGroupBuffer(config)
         self._places = max(1, config.rollout.max_concurrent // config.rollout.group_size)
@@ -135,7 +136,7 @@ class Simulation:
         if not self._events:
             raise ConfigError(
                 f"nothing can happen any more after {self.coordinator.version} simulated steps: "
-                f"{self.coordinator.waiting} groups wait, none runs, and a step needs {self._config.fresh_groups}; "
+                f"{self.coordinator.waiting} groups wait, none runs, and a step needs {self._size}; "
                 f"raise produce.capacity or produce.over_sample"
             )
         event = heapq.heappop(self._events)
@@ -203,7 +204,7 @@ class Simulation:
         if self.coordinator.paused:
             self._publish_if_drained()
         while not self._learning and not self.coordinator.paused:
-            wanted = self._config.fresh_groups - len(self._step)
+            wanted = self._size - len(self._step)
             count, first = self._takeable(wanted)
             if not count and (wanted > 0 or self.coordinator.due()):
                 return
@@ -237,7 +238,7 @@ class Simulation:
         for group in piece:
             self.coordinator.taken(group.group_id)
         self._step += piece
-        self._complete = len(self._step) >= self._config.fresh_groups and not self.coordinator.due()
+        self._complete = len(self._step) >= self._size and not self.coordinator.due()
         again = self._config.trainer.batch_size - len(self._step) if self._complete else 0
         self._again = self.buffer.take_used(again, self._is_too_old) if again > 0 else []
         trained = self._limit([*piece, *self._again])
@@ -269,6 +270,9 @@ class Simulation:
                 del self._groups[group.group_id]
         self._step, self._again = [], []
         self._complete = self._has_something = False
+        fresh, asked = self._config.fresh_groups, self._config.trainer.batch_size
+        self._size = max(fresh, asked - self.buffer.usable(self._is_too_old))  # a batch is full
+        self.coordinator.enlarge(self._size - fresh)
         self._learn_s = self._durations.learn_s(self._learn_rng)
 
     def _learned(self) -> None:
