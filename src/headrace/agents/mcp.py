@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +10,7 @@ from mcp import Client, StdioServerParameters
 from mcp.shared.exceptions import MCPError
 
 from headrace.agents.tools import Tool
+from headrace.child_environment import child_environment
 from headrace.errors import ConfigError, InfrastructureError, first_of
 
 _START_S = 30.0
@@ -18,7 +18,10 @@ _CALL_S = 120.0
 
 
 class McpServers:
-    """Servers by name; each is a URL, a command as a list, or a table with `url`, or `command` and `env`."""
+    """Servers by name; each is a URL, a command as a list, or a table with `url`, or `command` and `env`.
+
+    A server that is started finds in its environment what `child_environment` passes on, and `env`.
+    """
 
     def __init__(self, servers: Mapping[str, Any]) -> None:
         self._connections = [_Connection(name, _target(name, given)) for name, given in servers.items()]
@@ -108,5 +111,5 @@ def _target(name: str, given: Any) -> StdioServerParameters | str:
             f'MCP server "{name}" must be a URL, a command as a list of words, or a table with "url" or "command", '
             f"got {given!r}"
         )
-    env = {**os.environ, **table.get("env", {})}
+    env = child_environment(table.get("env"), f'env of the MCP server "{name}"')
     return StdioServerParameters(command=command[0], args=list(command[1:]), env=env)

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+from headrace.child_environment import child_environment
 from headrace.errors import ConfigError, InfrastructureError
 
 _START_S = 120.0  # a worker imports its package first, on a machine that may be busy
@@ -106,8 +107,9 @@ class WorkerPool:
         command = (sys.executable, "-m", "headrace.judge.worker", self._function, str(self._memory_mb))
         pipe = asyncio.subprocess.PIPE
         worker = await asyncio.create_subprocess_exec(
-            *command, stdin=pipe, stdout=pipe, stderr=asyncio.subprocess.DEVNULL, limit=_LONGEST_ANSWER
-        )
+            *command, stdin=pipe, stdout=pipe, stderr=asyncio.subprocess.DEVNULL, env=child_environment(),
+            limit=_LONGEST_ANSWER,
+        )  # fmt: skip
         self._all.add(worker)
         assert worker.stdout is not None
         try:

@@ -17,6 +17,7 @@ from typing import Any
 
 from headrace.agents.completer import Model
 from headrace.agents.gateway import ModelSession, close_gateway, model_session
+from headrace.child_environment import child_environment
 from headrace.data.task import Task
 from headrace.errors import ConfigError, WorkflowError
 
@@ -39,9 +40,9 @@ class Ended:
 class ExternalAgent:
     """Starts `command` for each episode, with its task as JSON on stdin and in HEADRACE_TASK.
 
-    Its environment points the clients of OpenAI and Anthropic to the model. If the last line that it prints is an
-    object with a "reward", that is the reward; else the judger decides. It is killed, with all that it has started,
-    when it ends and when the episode's time is over.
+    Its environment is what `child_environment` passes on and `environment`, and points the clients of OpenAI and
+    Anthropic to the model. If the last line that it prints is an object with a "reward", that is the reward; else the
+    judger decides. It is killed, with all that it has started, when it ends and when the episode's time is over.
     """
 
     def __init__(
@@ -55,7 +56,8 @@ class ExternalAgent:
         if folder is not None and not Path(folder).is_dir():
             raise ConfigError(f'folder "{folder}" of the external agent is not there; create it, or leave it out')
         self._command = (first, *command[1:])
-        self._environment = {name: str(value) for name, value in (environment or {}).items()}
+        self._environment = dict(environment or {})
+        self._environ()  # a variable that is not there is told now
         self._folder = folder
 
     async def run(self, task: Task, model: Model) -> float | None:
@@ -111,12 +113,16 @@ class ExternalAgent:
             transport.close()
 
     def _variables(self, task: str, session: ModelSession) -> dict[str, str]:
-        variables = {**os.environ, **session.environment(), **self._environment}
+        named = self._environ()
+        variables = named | session.environment() | {name: named[name] for name in self._environment}
         if len(task) <= _VARIABLE_LIMIT:
             variables["HEADRACE_TASK"] = task
         for name in _PROXIES:  # the gateway is never behind a proxy
             variables[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1,localhost,::1")))
         return variables
+
+    def _environ(self) -> dict[str, str]:
+        return child_environment(self._environment, "environment of the external agent")
 
 
 class _Protocol(asyncio.subprocess.SubprocessStreamProtocol):

@@ -1,0 +1,31 @@
+"""What programs that a run starts find in their environment: what is named, not the run's own keys and tokens."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from headrace.errors import ConfigError
+
+_PASSED_ON = (
+    "PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "LANG", "LANGUAGE", "TZ", "TMPDIR", "TMP", "TEMP",
+    "VIRTUAL_ENV", "PYTHONPATH", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR", "OMP_NUM_THREADS",
+)  # fmt: skip
+
+
+def child_environment(named: Mapping[str, str] | None = None, setting: str = "the settings") -> dict[str, str]:
+    """What every program needs to find its files and its language, and what is named.
+
+    A value "$NAME" is the run's own variable NAME, so that no secret is written into a run's folder. `setting` is where
+    the names were given, for the error.
+    """
+    passed = {name: value for name, value in os.environ.items() if name in _PASSED_ON or name.startswith("LC_")}
+    return passed | {name: _value(name, str(value), setting) for name, value in (named or {}).items()}
+
+
+def _value(name: str, value: str, setting: str) -> str:
+    if not (value.startswith("$") and value[1:].isidentifier()):
+        return value
+    if value[1:] not in os.environ:
+        raise ConfigError(f'{setting} gives {name} the value of "{value}", which is not in the environment; set it')
+    return os.environ[value[1:]]
