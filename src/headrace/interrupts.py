@@ -6,7 +6,6 @@ listen to either.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import sys
@@ -37,6 +36,8 @@ def on_interrupt(call: Callable[[], None]) -> Iterator[None]:
 
     Not by `loop.add_signal_handler`: user code that blocks the loop would hold up the second one, too.
     """
+    import asyncio  # not before: `headrace --help` does without
+
     loop = asyncio.get_running_loop()
     came = False
 
@@ -61,6 +62,8 @@ def on_interrupt(call: Callable[[], None]) -> Iterator[None]:
 
 async def interruptible(work: Coroutine[Any, Any, T]) -> T:
     """Await; Ctrl-C or SIGTERM cancels it, and is raised as KeyboardInterrupt once it has cleaned up."""
+    import asyncio
+
     task, came = asyncio.ensure_future(work), False
 
     def cancel() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from headrace.data.ledger import LedgerReader
 from headrace.data.ledger.files import ledger_file
 from headrace.durable import write_durably
 from headrace.errors import ConfigError, LedgerError
+from headrace.notices import RunLog
 from headrace.registry import nearest
 from headrace.resume import check_branching, check_going_on
 from headrace.runlock import RunFolderInUseError, RunLock
@@ -220,41 +220,7 @@ def _writable(folder: Path) -> Iterator[None]:
         ) from None
 
 
-class _RunLog(logging.FileHandler):
-    """Takes Headrace's logger over until it is closed, and gives it back as it was.
-
-    A closed handler that stayed would open its file again for the next run.
-    """
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        logger = logging.getLogger("headrace")
-        self._before = (logger.level, logger.propagate)
-        logger.addHandler(self)
-        logger.setLevel(logging.INFO)
-        logger.propagate = False
-        self._failed = False
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        """Once, and in one line: a full disk would fail every record, and must not fail what is logged."""
-        if not self._failed:
-            self._failed = True
-            print(f"cannot write {self.baseFilename}: {sys.exc_info()[1]}", file=sys.stderr)
-
-    def close(self) -> None:
-        logger = logging.getLogger("headrace")
-        if self in logger.handlers:  # the logging module closes every handler once more at exit
-            logger.removeHandler(self)
-            level, logger.propagate = self._before
-            logger.setLevel(level)
-        try:
-            super().close()
-        except OSError as error:  # a full disk, which must not hide what the run ended with
-            print(f"cannot write {self.baseFilename}: {error}", file=sys.stderr)
-
-
 def log_to_file(run_dir: Path) -> logging.Handler:
     """Send Headrace's log to log.txt; returns the handler, to be closed at the end."""
     with _writable(run_dir):
-        return _RunLog(run_dir / "log.txt")
+        return RunLog(run_dir / "log.txt")

@@ -31,6 +31,13 @@ _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib",
 # ---- lines ----------------------------------------------------------------------------------------------------------
 
 
+def is_library(filename: str) -> bool:
+    """Whether a file is neither Headrace's nor a user's."""
+    if filename.startswith(_PACKAGE):
+        return False
+    return filename.startswith(_LIBRARIES) or bool({"site-packages", "dist-packages"} & {*Path(filename).parts})
+
+
 def innermost_of_user(frames: Iterable[traceback.FrameSummary]) -> traceback.FrameSummary | None:
     """The innermost line that a user wrote; None if there is none."""
     own = [f for f in frames if not f.filename.startswith((_PACKAGE, *_LIBRARIES)) and not f.filename.startswith("<")]
@@ -85,7 +92,7 @@ class Abandoned:
         """Count a call; each line is reported once."""
         self.count += 1
         text = f"{what} did not stop when it was cancelled and was abandoned{line}"
-        log.warning("%s", text)
+        log.info("%s", text)
         if line not in self._reported:
             self._reported.add(line)
             self.report(f"{text}; what it returns is discarded (user_code/abandoned counts such calls)")

@@ -69,6 +69,9 @@ app.command(serve_app)
 def main() -> None:
     """Entry point of the `headrace` script."""
     own_process()
+    from headrace.notices import to_console
+
+    to_console()
     words = sys.argv[1:]
     for stream in (sys.stdout, sys.stderr):
         # a name that is not UTF-8, or a terminal that is not, must not fail what is printed

@@ -16,6 +16,9 @@ from headrace.models.catalog import resolve_model
 from headrace.models.modules import align
 
 transformers_logging.disable_progress_bar()  # a bar for a second of loading would break the live view
+# nor does it print by itself: what it warns of goes where all warnings go
+transformers_logging.disable_default_handler()
+transformers_logging.enable_propagation()
 
 
 def load_tokenizer(name: str) -> Any:

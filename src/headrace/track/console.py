@@ -78,10 +78,8 @@ class ConsoleTracker:
         self._print(text)
 
     def status(self, engine: EngineHealth) -> None:
-        """Show the engine's state; where nothing is drawn, only that it was started again."""
-        before, self._engine = self._engine, engine
-        if self._live is None and before is not None and engine.restarts > before.restarts:
-            self._print(f"the engine was started again ({engine.restarts} so far)")
+        """Show the engine's state in the live view; that it was restarted is a warning of its own."""
+        self._engine = engine
 
     def close(self) -> None:
         """Leave the last view on the screen and give the terminal back."""
