@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -263,3 +264,67 @@ def test_the_library_is_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path:
     native.kernels.cache_clear()
     assert native.kernels() is not None
     assert library.stat().st_mtime_ns == made and [path.name for path in library.parent.iterdir()] == [library.name]
+
+
+def cut(library: Path) -> None:
+    library.write_bytes(library.read_bytes()[: library.stat().st_size // 2])
+
+
+def alter(library: Path) -> None:
+    content = bytearray(library.read_bytes())
+    content[len(content) // 2] ^= 1
+    library.write_bytes(content)
+
+
+def let_all_write(library: Path) -> None:
+    library.chmod(0o666)
+
+
+def give_away(library: Path) -> None:
+    if os.geteuid():
+        pytest.skip("only root can give files away")
+    os.chown(library, 12345, 12345)
+
+
+def link(library: Path) -> None:
+    library.rename(library.with_suffix(".elsewhere"))
+    library.symlink_to(library.with_suffix(".elsewhere"))
+
+
+@pytest.mark.usefixtures("small_build")
+@pytest.mark.parametrize("damage", [cut, alter, let_all_write, give_away, link])
+def test_a_cached_library_that_is_damaged_or_not_ours_is_compiled_again(
+    damage: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path))
+    path, made = build._library(build._compiler(), openmp=True)
+    before = path.read_bytes()
+    damage(path)
+    again, same = build._library(build._compiler(), openmp=True)
+    assert (again, same) == (path, made) and again.read_bytes() == before
+    assert again.stat().st_uid == os.geteuid() and not again.stat().st_mode & 0o077 and not again.is_symlink()
+
+
+@pytest.mark.usefixtures("small_build")
+def test_the_folder_of_the_library_is_this_users_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path))
+    folder = tmp_path / "native"
+    folder.mkdir()
+    folder.chmod(0o777)
+    build._library(build._compiler(), openmp=True)
+    assert folder.stat().st_mode & 0o777 == 0o755
+    if not os.geteuid():
+        os.chown(folder, 12345, 12345)
+        with pytest.raises(build.BuildError, match=r"native belongs to another user \(id 12345\)"):
+            build._library(build._compiler(), openmp=True)
+
+
+@pytest.fixture
+def small_build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What is quickly compiled instead of the kernels."""
+    try:
+        build._compiler()
+    except build.BuildError:
+        pytest.skip("no C compiler here")
+    (tmp_path / "one.c").write_text("int one(void) { return 1; }\n")
+    monkeypatch.setattr(build, "_SOURCES", (tmp_path / "one.c",))

@@ -14,7 +14,7 @@ import os
 import torch
 from torch import Tensor
 
-from headrace.models.native.build import BuildError, load_library
+from headrace.models.native.build import Build, BuildError, load_library
 
 _log = logging.getLogger(__name__)
 _SCRATCH_CHUNKS = 32
@@ -62,7 +62,7 @@ def kernels() -> Kernels | None:
         _log.debug("native kernels are off (HEADRACE_NATIVE=0)")
         return None
     try:
-        return Kernels(load_library())
+        return Kernels(*load_library())
     except BuildError as error:
         _log.debug("no native kernels, torch's operations are used: %s", error)
         return None
@@ -76,7 +76,7 @@ def kernels_for(x: Tensor) -> Kernels | None:
 class Kernels:
     """One method for each kernel. Shapes are in the names, as everywhere: N rows, D features, W the MLP's width."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: ctypes.CDLL, build: Build) -> None:
         for name, arguments in _ARGUMENTS.items():
             function = getattr(library, name)
             function.argtypes = arguments
@@ -90,6 +90,7 @@ class Kernels:
         self._chosen_logprobs = library.chosen_logprobs
         self._sample = library.sample
         self._few_rows = library.few_rows
+        self.build = build
         self.library = library
         """For the modules beside this one, which lay out the arguments of what is not here."""
 
