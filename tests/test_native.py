@@ -297,12 +297,11 @@ def test_a_cached_library_that_is_damaged_or_not_ours_is_compiled_again(
     damage: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path))
-    path, made = build._library(build._compiler(), openmp=True)
-    before = path.read_bytes()
+    made = build._library(build._compiler(), openmp=True)
+    path, before = made.path, made.path.read_bytes()
     damage(path)
-    again, same = build._library(build._compiler(), openmp=True)
-    assert (again, same) == (path, made) and again.read_bytes() == before
-    assert again.stat().st_uid == os.geteuid() and not again.stat().st_mode & 0o077 and not again.is_symlink()
+    assert build._library(build._compiler(), openmp=True) == made and path.read_bytes() == before
+    assert path.stat().st_uid == os.geteuid() and not path.stat().st_mode & 0o077 and not path.is_symlink()
 
 
 @pytest.mark.usefixtures("small_build")

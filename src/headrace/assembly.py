@@ -13,7 +13,7 @@ from headrace.agents.gateway import configure as configure_gateway
 from headrace.agents.loop import AgentLoopManager, Limits
 from headrace.agents.remote_model import Client, NoEngine, remote_model
 from headrace.agents.workflow import RunFunction, as_run_function, demonstration, preference, single_turn
-from headrace.backends.base import Backend
+from headrace.backends.base import Backend, SaysNumerics
 from headrace.combinations import check_combinations, chosen
 from headrace.config import AlgorithmSection, EvalSet, RunConfig
 from headrace.data.sampler import TaskSampler
@@ -82,6 +82,19 @@ def resolve_objective(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"algorithm": algorithm, "rollout": rollout})
 
 
+def numerics_of(config: RunConfig) -> dict[str, str]:
+    """What the bits of a deterministic run depend on beside its configuration; empty where no one promises any."""
+    backend = resolve("backend", config.backend.name) if config.run.deterministic else None
+    return backend.numerics(config) if isinstance(backend, SaysNumerics) else {}
+
+
+def in_this_process(config: RunConfig) -> RunConfig:
+    """The same with a colocated engine, for what needs none of its own."""
+    trainer = config.trainer.model_copy(update={"placement": "colocate", "release_cache": None})
+    engine = config.engine.model_copy(update={"threads": 0})
+    return config.model_copy(update={"trainer": trainer, "engine": engine})
+
+
 def assemble(
     config: RunConfig,
     workflow: Any = None,
@@ -130,7 +143,7 @@ def assemble(
 
 def assemble_evaluation(config: RunConfig) -> EvaluationParts:
     """Build what evaluating takes, and nothing that only training needs: the engine stays in this process."""
-    config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"placement": "colocate"})})
+    config = in_this_process(config)
     run, judge, new_backend = _run_function(config, None), _judger(config, None), _checked_backend(config)
     return _evaluation_parts(config, run, judge, _evaluation_sets(config, None), new_backend)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.afterwards import config_of
-from headrace.assembly import RunParts, assemble, resolve_objective
+from headrace.assembly import RunParts, assemble, in_this_process, numerics_of, resolve_objective
 from headrace.config import RunConfig
 from headrace.data.ledger import Ledger, LedgerReader
 from headrace.data.ledger.records import BatchRecord
@@ -20,6 +20,8 @@ from headrace.errors import ConfigError
 from headrace.journal import in_pieces
 from headrace.learner import Learner
 from headrace.pipeline.buffer import FinishedGroup, TrajectoryGroupBuffer
+from headrace.resume import numeric_changes
+from headrace.rundir import stored_numerics
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +47,11 @@ class Replay:
     def __init__(self, run_dir: Path, until: int | None = None) -> None:
         self._ledger: LedgerReader = Ledger.read(run_dir)
         config = config_of(run_dir)
-        in_process = config.trainer.model_copy(update={"placement": "colocate", "release_cache": None})
-        self.config: RunConfig = resolve_objective(config.model_copy(update={"trainer": in_process}))
+        self.config: RunConfig = resolve_objective(in_this_process(config))
+        self.rounded_otherwise: list[str] = [
+            str(change) for change in numeric_changes(stored_numerics(run_dir), numerics_of(self.config))
+        ]
+        """Why the weights of a deterministic run cannot be expected to be the same here; empty if they can."""
         batches = self._ledger.batches_from(0)
         self._batches = [record for record in batches if until is None or record.step < until]
         if not self._batches or self._batches[0].step:

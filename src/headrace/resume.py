@@ -74,6 +74,24 @@ def check_going_on(stored: dict[str, Any], config: RunConfig, folder: Path) -> l
     return notes
 
 
+def check_numerics(stored: dict[str, str], now: dict[str, str], folder: Path) -> None:
+    """Raise ConfigError if the bits of a deterministic run would not be those of its beginning."""
+    if different := numeric_changes(stored, now):
+        raise ConfigError(
+            f"the run in {folder} is deterministic, and was begun where results are rounded otherwise: "
+            f"{'; '.join(map(str, different))}. Resume it where it was begun (HEADRACE_NATIVE=0 switches native "
+            f"kernels off, a C compiler on the PATH brings them back), or start a run from its newest checkpoint with "
+            f'run.resume = "{folder}" and another run.name'
+        )
+
+
+def numeric_changes(stored: dict[str, str], now: dict[str, str]) -> list[Change]:
+    """What differs; nothing, where it is not known of both."""
+    keys = sorted({*stored, *now}) if stored and now else ()
+    found = (Change(key, stored.get(key, _ABSENT), now.get(key, _ABSENT)) for key in keys)
+    return [change for change in found if change.stored != change.new]
+
+
 def check_branching(stored: dict[str, Any], config: RunConfig, source: Path) -> list[str]:
     """Raise ConfigError for what a checkpoint of `source` cannot be used with; what else is different, to be told."""
     found = [

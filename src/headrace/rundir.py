@@ -18,12 +18,12 @@ from headrace.durable import write_durably
 from headrace.errors import ConfigError, LedgerError
 from headrace.notices import RunLog
 from headrace.registry import nearest
-from headrace.resume import check_branching, check_going_on
+from headrace.resume import check_branching, check_going_on, check_numerics
 from headrace.runlock import RunFolderInUseError, RunLock
 from headrace.saving import tidy
 from headrace.track.jsonl import FILE_NAME, read_rows
 
-_FINISHED, _CONFIG = "finished", "config.json"
+_FINISHED, _CONFIG, _NUMERICS = "finished", "config.json", "numerics.json"
 _WORDS = ("auto", "never")
 
 
@@ -41,19 +41,20 @@ class Claim:
 
 
 @contextmanager
-def claim_run_dir(config: RunConfig) -> Iterator[Claim]:
+def claim_run_dir(config: RunConfig, numerics: dict[str, str] | None = None) -> Iterator[Claim]:
     """Choose the run's folder, lock it, check what is in it against the configuration, and write that down.
 
     `run.resume` says which folder. "auto" goes on with an unfinished run in DIR/NAME, and leaves a finished one alone:
     the run gets NAME-2, NAME-3 …. "never" leaves both alone. A path starts from there in a folder that holds no other
-    run; but the path of this very folder goes on with the run in it, even if it is finished.
+    run; but the path of this very folder goes on with the run in it, even if it is finished. `numerics` is what the
+    bits of a deterministic run depend on beside the configuration; it is recorded, and must stay the same.
     """
     source = _source(config)
     base = config.run.dir / config.run.name
     folder, lock = _lock_one(config, base, source)
     try:
         with _writable(folder):
-            claim = _enter(config, folder, source)
+            claim = _enter(config, folder, source, numerics)
         yield claim
     finally:
         lock.release()
@@ -80,6 +81,19 @@ def stored_config(folder: Path) -> dict[str, Any] | None:
     if not isinstance(values, dict):
         raise ConfigError(f'{path} holds no configuration; start a new run with run.resume = "never"')
     return values
+
+
+def stored_numerics(folder: Path) -> dict[str, str]:
+    """What the bits of the run depend on beside its configuration; empty if that is not known."""
+    path = folder / _NUMERICS
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f'cannot read {path}: {error}; put it back from a copy, or start a new run with run.resume = "never"'
+        ) from None
 
 
 def holds_work(folder: Path) -> bool:
@@ -154,7 +168,7 @@ def _is_own(folder: Path, source: Path | None) -> bool:
 # ---- what is in it ---------------------------------------------------------------------------------------------------
 
 
-def _enter(config: RunConfig, folder: Path, source: Path | None) -> Claim:
+def _enter(config: RunConfig, folder: Path, source: Path | None, numerics: dict[str, str] | None) -> Claim:
     """Check before anything is written: a refused start leaves the folder as it was."""
     own, goes_on = _is_own(folder, source), holds_work(folder)
     stored = stored_config(folder) if goes_on or own else None
@@ -164,6 +178,7 @@ def _enter(config: RunConfig, folder: Path, source: Path | None) -> Claim:
     if goes_on:
         unknown = f"{folder} has no {_CONFIG}: whether it was begun with other settings is not known"
         notes += [unknown] if stored is None else check_going_on(stored, config, folder)
+        check_numerics(stored_numerics(folder), numerics or {}, folder)
     elif source is not None and not own:
         notes += _check_source(config, source)
     if own and (folder / _FINISHED).exists():
@@ -173,6 +188,8 @@ def _enter(config: RunConfig, folder: Path, source: Path | None) -> Claim:
         config = _with_resume(config, stored.get("run", {}).get("resume", "auto"))
         source = None if config.run.resume in _WORDS else Path(config.run.resume).expanduser()
     write_durably(folder / _CONFIG, config.model_dump_json(indent=2) + "\n")
+    if numerics:
+        write_durably(folder / _NUMERICS, json.dumps(numerics, indent=2) + "\n")
     return Claim(folder, goes_on, source, tuple(notes))
 
 

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+import torch
+
 T = TypeVar("T")
 
 
@@ -64,6 +66,9 @@ class TensorThread:
             thread.join()
 
     def _run(self) -> None:
+        # makes the number of threads that was set hold here too: a thread whose first operation is a matrix product
+        # would have OpenMP's own, by the environment
+        torch.get_num_threads()
         while True:
             with self._changed:
                 while not self._calls and self._stays:

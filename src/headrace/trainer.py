@@ -19,7 +19,7 @@ from headrace import memory
 from headrace.agents.gateway import close_gateway
 from headrace.agents.store import StoredValues
 from headrace.alarms import Alarms
-from headrace.assembly import Tasks, assemble, resolve_objective
+from headrace.assembly import Tasks, assemble, numerics_of, resolve_objective
 from headrace.backends.base import Publication
 from headrace.callbacks import Callback, CallbackSet, Evaluating, Saving, Tracking
 from headrace.checkpoint import TrainerState, list_checkpoints, load_newest, step_of, with_evaluation
@@ -100,7 +100,8 @@ class UnifiedTrainer:
 
     async def fit_async(self) -> RunResult:
         """`fit` for a running event loop."""
-        with claim_run_dir(self._as_given) as self._claim:
+        numerics = await asyncio.to_thread(numerics_of, self.config)
+        with claim_run_dir(self._as_given, numerics) as self._claim:
             self._run_dir = self._claim.folder
             return await self._fit()
 

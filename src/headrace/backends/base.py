@@ -123,6 +123,19 @@ class Snapshots(Protocol):
         ...
 
 
+@runtime_checkable
+class SaysNumerics(Protocol):
+    """What a backend may do beside: say what the bits of its results depend on, apart from the configuration."""
+
+    @staticmethod
+    def numerics(config: RunConfig) -> dict[str, str]:
+        """By name, such as the versions of libraries. A deterministic run is resumed only where all of it is the same.
+
+        Called on the class, before anything is loaded.
+        """
+        ...
+
+
 def refuse_changed(config: RunConfig, *keys: str) -> None:
     """Raise ConfigError if one of these settings is not at its default: for what a backend does not honour."""
     for key in keys:

@@ -26,6 +26,11 @@ def replay(
     from headrace.terminal import Console, working
 
     console, found = Console(), Replay(run, until)
+    if found.rounded_otherwise:
+        console.print(
+            f"results are rounded otherwise here than where the run was made, so that weights will differ: "
+            f"{'; '.join(found.rounded_otherwise)}"
+        )
     table = Table("step", "version", "reward", "loss", "gradient", "weights", title=f"replay of {run}")
     different = 0
     with working(f"loading the model {found.config.model.name}") as doing:

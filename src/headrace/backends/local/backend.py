@@ -14,6 +14,7 @@ from torch import Tensor
 from headrace.backends.base import Asked, Publication, Trained
 from headrace.backends.local.engines import LocalEngine, check_threads, learner_threads, new_engine, takes_turns
 from headrace.backends.local.frozen import FrozenModel, score_rows
+from headrace.backends.local.numerics import numerics
 from headrace.backends.local.optim import apply_gradient, new_adamw
 from headrace.backends.local.storage import (
     State,
@@ -105,6 +106,10 @@ class LocalBackend:
         require_known_losses(config)
         if config.distill.teacher != "initial":
             resolve_model(config.distill.teacher)
+
+    @staticmethod
+    def numerics(config: RunConfig) -> dict[str, str]:
+        return numerics(config)
 
     def create_engine(self) -> LocalEngine:
         ends = eos_token_ids(self.hf_model, self.tokenizer)

@@ -16,6 +16,8 @@ from headrace.models.causal import CausalModel
 from headrace.tensor_threads import TensorThread
 
 LocalEngine = TorchEngine | ProcessEngine
+DETERMINISTIC_THREADS = 2
+"""Where none are set: sums are cut into as many parts as there are threads, so their number is part of a result."""
 
 
 def new_engine(
@@ -64,7 +66,12 @@ def takes_turns(config: RunConfig) -> bool:
 
 
 def learner_threads(config: RunConfig) -> int:
-    """Threads of the learner; 0 for the tensor library's own choice."""
+    """Threads of the learner; 0 for the tensor library's own choice.
+
+    Of a deterministic run the same on every machine, in every environment and placement.
+    """
+    if config.run.deterministic:
+        return config.backend.threads or DETERMINISTIC_THREADS
     if config.backend.threads or config.trainer.placement == "colocate":
         return config.backend.threads
     return max(1, _cores() - _engine_threads(config))  # both with all cores would stand in each other's way
@@ -77,9 +84,28 @@ def check_threads(config: RunConfig) -> None:
             f"engine.threads is {config.engine.threads}, but a colocated engine shares the learner's threads; set "
             f'backend.threads, or trainer.placement = "separate"'
         )
+    if config.run.deterministic:
+        _require_threads(max(learner_threads(config), _engine_threads(config)))
+
+
+def _require_threads(count: int) -> None:
+    """OpenMP gives the threads that are asked for, unless it is told otherwise."""
+    limit = os.environ.get("OMP_THREAD_LIMIT", "")
+    if os.environ.get("OMP_DYNAMIC", "").strip().lower() in ("true", "1"):
+        found = f"OMP_DYNAMIC={os.environ['OMP_DYNAMIC']}"
+    elif limit.strip().isdecimal() and int(limit) < count:
+        found = f"OMP_THREAD_LIMIT={limit}"
+    else:
+        return
+    raise ConfigError(
+        f"run.deterministic computes with exactly {count} threads, and {found} may give it fewer; unset it, or set "
+        f"backend.threads = 1"
+    )
 
 
 def _engine_threads(config: RunConfig) -> int:
+    if config.run.deterministic:
+        return config.engine.threads or learner_threads(config)
     return config.engine.threads or max(1, _cores() // 2)
 
 

@@ -32,25 +32,26 @@ class BuildError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """What kernels are compiled from, and by which compiler: as long as it is the same, they round the same."""
+    """Compiled kernels: those with the same digest round the same."""
 
-    key: str
+    path: Path
+    digest: str
     compiler: str
     """The first line of what it says of itself."""
 
     def __str__(self) -> str:
-        return f"{self.key} by {self.compiler}"
+        return f"{self.digest[:16]} by {self.compiler}"
 
 
 def load_library() -> tuple[ctypes.CDLL, Build]:
     """The kernels, compiled if the cache does not have them for this source, compiler and processor."""
     runtime = openmp_runtime()
     try:
-        path, build = _library(_compiler(), runtime is not None)
+        build = _library(_compiler(), runtime is not None)
         if runtime is not None:
             # the kernels leave OpenMP's symbols open: they must find torch's runtime and its threads, not a second one
             ctypes.CDLL(str(runtime), ctypes.RTLD_GLOBAL)
-        return ctypes.CDLL(str(path)), build
+        return ctypes.CDLL(str(build.path)), build
     except (OSError, subprocess.SubprocessError) as error:
         raise BuildError(str(error)) from error
 
@@ -75,15 +76,15 @@ def _compiler() -> str:
     raise BuildError("no C compiler (cc, gcc or clang) on the PATH")
 
 
-def _library(compiler: str, openmp: bool) -> tuple[Path, Build]:
+def _library(compiler: str, openmp: bool) -> Build:
     flags = [*_FLAGS, "-fopenmp" if openmp else "-fopenmp-simd"]
     version = _run(compiler, "--version")
     parts = (*(path.read_text() for path in (*_SOURCES, *_HEADERS)), compiler, version, " ".join(flags), _processor())
-    build = Build(hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16], version.partition("\n")[0])
+    key, named = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16], version.partition("\n")[0]
     folder = _private_folder(cache_dir() / "native")
-    for found in sorted(folder.glob(f"kernels-{build.key}-*.so")):
+    for found in sorted(folder.glob(f"kernels-{key}-*.so")):
         if _is_intact(found):
-            return found, build
+            return Build(found, _digest(found), named)
         _log.warning("the native kernels in %s are damaged, or not this user's; they are compiled again", found)
     with tempfile.TemporaryDirectory(prefix=".build-", dir=folder) as scratch:
         linked = Path(scratch) / "kernels.so"
@@ -93,9 +94,10 @@ def _library(compiler: str, openmp: bool) -> tuple[Path, Build]:
         # linked without -fopenmp, or the system's OpenMP runtime would be loaded beside torch's
         _run(compiler, "-shared", *map(str, compiled), "-o", str(linked), "-lm")
         linked.chmod(0o700)
-        library = folder / f"kernels-{build.key}-{_digest(linked)}.so"
+        digest = _digest(linked)
+        library = folder / f"kernels-{key}-{digest}.so"
         os.replace(linked, library)  # complete or not at all, however many processes build at once
-    return library, build
+    return Build(library, digest, named)
 
 
 def _private_folder(folder: Path) -> Path:

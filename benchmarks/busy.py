@@ -1,0 +1,165 @@
+"""What does a step cost beside other work on the same cores? The bundled model, with a background load of our own.
+
+    python benchmarks/busy.py [--against DIR] [--busy 4] [--rounds 5] [--steps 12] [--json FILE] [--quick]
+
+A round is a training run in a process of its own that is measured in turns: some steps on the machine as it is, some
+beside `--busy` processes that compute without end. With `--against`, the folder of another checkout, a run of its code
+follows each of ours. Ratios are of medians within a round, so other work on the machine shows less in them than in
+seconds; for the seconds, the machine must be quiet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ENVIRONMENT = dict(os.environ)  # as it was: importing headrace may add to it, and the other checkout must not see that
+
+from _arguments import parsed  # noqa: E402
+from learner import print_table, spread  # noqa: E402
+
+from headrace import Callback, UnifiedTrainer  # noqa: E402
+from headrace.runfile import build_config  # noqa: E402
+
+OURS, THEIRS = "this code", "the other"
+WARM_UP = 3
+TURNS = 2
+LONGEST_S = 600
+TARGETS = {"quiet, against the other": 1.03, "beside others, against quiet": 3.0}
+LOAD = """
+import os, sys, time
+parent, end = os.getppid(), time.monotonic() + float(sys.argv[1])
+while os.getppid() == parent and time.monotonic() < end:
+    sum(range(20000))
+"""
+
+
+@dataclass
+class Steps(Callback):
+    """Notes how long steps take, and switches the load on and off between them."""
+
+    steps: int
+    busy: int
+    taken: dict[str, list[float]] = field(default_factory=lambda: {"quiet": [], "busy": []})
+    _load: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    _made: int = 0
+    _began: float = 0.0
+
+    def on_batch_end(self, step: int, metrics: Mapping[str, float]) -> None:
+        now, turn = time.perf_counter(), (self._made - WARM_UP) // self.steps
+        first = (self._made - WARM_UP) % self.steps == 0  # of a turn: caches and the scheduler are still adapting
+        if self._made >= WARM_UP and not first:
+            self.taken["busy" if turn % 2 else "quiet"].append(now - self._began)
+        self._made += 1
+        if self._made > WARM_UP and (self._made - WARM_UP) % self.steps == 0:
+            self.end() if turn % 2 else self._begin()
+        self._began = time.perf_counter()
+
+    def _begin(self) -> None:
+        command = [sys.executable, "-I", "-S", "-c", LOAD, str(LONGEST_S)]
+        self._load = [subprocess.Popen(command) for _ in range(self.busy)]
+        time.sleep(0.2)
+
+    def end(self) -> None:
+        """Stop the load."""
+        for process in self._load:
+            process.kill()
+            process.wait()
+        self._load = []
+
+
+def measure(steps: int, busy: int) -> dict[str, list[float]]:
+    """Seconds of steps, quiet and beside the load, by whatever checkout is on the path."""
+    noted = Steps(steps, busy)
+    with tempfile.TemporaryDirectory() as place:
+        config = build_config(
+            {
+                "run": {"dir": place},
+                "data": {"tasks": "countdown", "args": {"count": 2000}},
+                "workflow": {"name": "single_turn", "judger": "countdown"},
+                "rollout": {"group_size": 8, "max_tokens": 100},
+                "optimizer": {"lr": 1e-4},
+                "trainer": {"steps": WARM_UP + 2 * TURNS * steps, "batch_size": 16, "save_last": False},
+                "track": {"trackers": ["jsonl"], "plot": False},
+            }
+        )
+        try:
+            UnifiedTrainer(config, callbacks=[noted]).fit()
+        finally:
+            noted.end()
+    return noted.taken
+
+
+def run_apart(checkout: Path, steps: int, busy: int) -> dict[str, list[float]]:
+    """`measure` in a process that imports the checkout's code."""
+    path = os.pathsep.join([str(checkout / "src"), *filter(None, [ENVIRONMENT.get("PYTHONPATH")])])
+    command = [sys.executable, __file__, "--apart", "--steps", str(steps), "--busy", str(busy)]
+    done = subprocess.run(command, env=ENVIRONMENT | {"PYTHONPATH": path}, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"error: the run of {checkout} failed:\n{done.stderr[-2000:]}")
+    found = json.loads(done.stdout.splitlines()[-1])
+    if not Path(found.pop("code")).is_relative_to(checkout / "src"):
+        sys.exit(f"error: {checkout} was not what was measured; give the folder of a checkout, with src/headrace in it")
+    return found
+
+
+def ratios(rounds: Sequence[dict[str, dict[str, list[float]]]]) -> dict[str, dict[str, list[float]]]:
+    """Per side: of medians, one for each round."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for name in rounds[0]:
+        at = [{key: median(values) for key, values in sides[name].items()} for sides in rounds]
+        found[name] = {
+            "quiet_s": [one["quiet"] for one in at],
+            "busy_s": [one["busy"] for one in at],
+            "beside others, against quiet": [one["busy"] / one["quiet"] for one in at],
+        }
+        if THEIRS in rounds[0]:
+            found[name]["quiet, against the other"] = [
+                one["quiet"] / median(sides[THEIRS]["quiet"]) for one, sides in zip(at, rounds, strict=True)
+            ]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--against", type=Path, metavar="DIR", help="another checkout, to be measured in turns")
+    parser.add_argument("--busy", type=int, default=4, help="processes of the background load")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=12, help="of each turn, whose first does not count")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--quick", action="store_true", help="one short round")
+    parser.add_argument("--apart", action="store_true", help=argparse.SUPPRESS)
+    given = parsed(parser, {"rounds": 1, "steps": 4})
+    if given.apart:
+        import headrace
+
+        print(json.dumps(measure(given.steps, given.busy) | {"code": str(Path(headrace.__file__).resolve())}))
+        return
+    here = Path(__file__).resolve().parent.parent
+    sides = {OURS: here} | ({THEIRS: given.against.resolve()} if given.against else {})
+    rounds: list[dict[str, Any]] = []
+    for number in range(given.rounds):
+        print(f"round {number + 1} of {given.rounds} ...", file=sys.stderr, flush=True)
+        rounds.append({name: run_apart(folder, given.steps, given.busy) for name, folder in sides.items()})
+    found = ratios(rounds)
+    keys = list(next(iter(found.values())))
+    print_table(["", *keys], [[name, *(spread(values[key], 3) for key in keys)] for name, values in found.items()])
+    for key, most in TARGETS.items():
+        if key in keys:
+            print(f"{key}: {median(found[OURS][key]):.2f}; the target is at most {most}")
+    if given.json:
+        given.json.write_text(json.dumps({"busy": given.busy, "targets": TARGETS, "sides": found}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
