@@ -50,6 +50,7 @@ from headrace.engine.base import SamplingParams
 from headrace.errors import HeadraceError
 from headrace.models.catalog import resolve_model
 from headrace.models.load import load_model
+from headrace.openmp import as_given
 from headrace.runfile import build_config
 from headrace.tensor_threads import run_apart
 
@@ -108,7 +109,7 @@ class Apart:
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed by `close`
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
-            env=os.environ | environment,
+            env=as_given() | environment,
         )  # fmt: skip
         self.version: str = self._answer()["version"]
 

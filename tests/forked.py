@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from headrace.engine.child import Tail, thread_settings
+from headrace.engine.child import Tail
 from headrace.engine.wire import EngineOptions
 
 SMOKE = "the forward went up in smoke"
@@ -52,7 +52,7 @@ class ForkServer:
         self._process = subprocess.Popen(
             [sys.executable, __file__, str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
-            env=os.environ | thread_settings(1),
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
         )
         theirs.close()
 

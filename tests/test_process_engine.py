@@ -353,7 +353,7 @@ async def test_a_real_process_ignores_ctrl_c_and_sigterm_and_ends_with_the_learn
     os.kill(engine.pid, signal.SIGTERM)
     await answers(tasks)
     assert engine.health().restarts == 0
-    assert {"OMP_NUM_THREADS=1", "OMP_WAIT_POLICY=PASSIVE"} <= environment(engine.pid)
+    assert "OMP_NUM_THREADS=1" in environment(engine.pid)
     await engine.close()
     assert not is_running(engine.pid)
 

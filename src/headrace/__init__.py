@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from headrace.openmp import wait_briefly
+
 if TYPE_CHECKING:
     from headrace.agents.completer import Model
     from headrace.agents.workflow import Workflow, self_distill
@@ -49,6 +51,8 @@ __all__ = [
     "Step", "Task", "TrainBatch", "Trajectory", "TrajectoryGroup", "UnifiedTrainer", "Verdict", "Workflow",
     "__version__", "load_config", "register", "self_distill",
 ]  # fmt: skip
+
+wait_briefly()  # before torch is loaded
 
 
 def __getattr__(name: str) -> Any:

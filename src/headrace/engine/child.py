@@ -71,7 +71,7 @@ class ProcessChild:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "headrace.engine.worker", *map(str, inherited)],
                 pass_fds=inherited,
-                env=os.environ | thread_settings(options.threads),
+                env=os.environ | {"OMP_NUM_THREADS": str(options.threads)},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -95,11 +95,6 @@ class ProcessChild:
         except subprocess.TimeoutExpired:
             self._process.kill()
             return self._process.wait()
-
-
-def thread_settings(threads: int) -> dict[str, str]:
-    """Environment of a process that shares the cores with another: threads that wait must not burn them."""
-    return {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def describe_exit(code: int) -> str:
