@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from headrace.cli.train import read_run
+from headrace.cli.trust import Trust, require_trust
 from headrace.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ USAGE = (
     "Usage: headrace eval FILE.toml [--section.key value ...] [OPTIONS]\n"
     "       headrace eval RUN_DIR [--section.key value ...] [OPTIONS]"
 )
-_OPTIONS = ("--checkpoint", "--model", "--url", "--api-key-env", "--json", "--plot", "--episodes")
+_OPTIONS = ("--checkpoint", "--model", "--url", "--api-key-env", "--json", "--plot", "--episodes", "--trust")
 
 
 def evaluate(
@@ -38,6 +39,7 @@ def evaluate(
     json: Annotated[Path | None, Parameter(help="Write all figures, task by task, for headrace compare.")] = None,
     plot: Annotated[Path | None, Parameter(help="Draw a picture (PNG, SVG or PDF); needs the extra plot.")] = None,
     episodes: Annotated[Path | None, Parameter(help="Write what was said to FILE.jsonl, a line per episode.")] = None,
+    trust: Trust = False,
 ) -> None:
     """Evaluate a model, a checkpoint or a URL on the sets of a run file or of a run.
 
@@ -47,9 +49,11 @@ def evaluate(
     if model is not None and url is None:
         overrides = (*overrides, f"--model.name={json_text.dumps(model, ensure_ascii=False)}")
     if Path(target).is_dir():
-        config = _config_of_run(Path(target), overrides)
+        config = _config_of_run(Path(target), overrides, trust)
         if model is None and url is None:
             checkpoint = checkpoint or Path(target)
+    elif trust:
+        raise ConfigError(f"--trust is for the folder of a run, and {target} is none; leave it out")
     else:
         config = read_run(target, overrides, *_OPTIONS)
     from headrace.afterwards import Outputs, Remote, evaluate_run
@@ -67,7 +71,7 @@ def _refuse_contradictions(checkpoint: Path | None, model: str | None, url: str 
         raise ConfigError(f"--api-key-env {key} is for a model behind a URL; add --url, or leave it out")
 
 
-def _config_of_run(folder: Path, overrides: tuple[str, ...]) -> RunConfig:
+def _config_of_run(folder: Path, overrides: tuple[str, ...], trust: bool) -> RunConfig:
     from headrace.afterwards import run_of
     from headrace.rundir import stored_config
     from headrace.runfile import build_config
@@ -76,6 +80,7 @@ def _config_of_run(folder: Path, overrides: tuple[str, ...]) -> RunConfig:
     stored = stored_config(run)
     if stored is None:
         raise ConfigError(f"{folder} is neither a run folder nor a checkpoint of one; give a run file or a run folder")
+    require_trust(run, trust)
     return build_config(stored, overrides, where=str(run / "config.json"))
 
 
@@ -83,8 +88,11 @@ def export(
     run: Annotated[Path, Parameter(help="Run folder (its newest checkpoint) or a checkpoint.")],
     out: Annotated[Path, Parameter(help="Folder to write; must not exist or be empty.")],
     /,
+    *,
+    trust: Trust = False,
 ) -> None:
     """Write a trained model as an ordinary folder in Hugging Face format; adapters are merged in."""
-    from headrace.afterwards import export_run
+    from headrace.afterwards import export_run, run_of
 
+    require_trust(run_of(run), trust)
     print(f"wrote {export_run(run, out)}")

@@ -7,12 +7,15 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from headrace.cli.trust import Trust, require_trust
+
 
 def replay(
     run: Annotated[Path, Parameter(help="Run folder.")],
     /,
     *,
     until: Annotated[int | None, Parameter(help="Last step to replay; without it, all that were recorded.")] = None,
+    trust: Trust = False,
 ) -> int:
     """Train a recorded run once more from its ledger, and compare the weights after every step.
 
@@ -25,6 +28,7 @@ def replay(
     from headrace.replay import Replay
     from headrace.terminal import Console, working
 
+    require_trust(run, trust)
     console, found = Console(), Replay(run, until)
     if found.rounded_otherwise:
         console.print(

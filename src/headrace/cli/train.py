@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Group, Parameter
 
 from headrace.cli.help import print_settings
+from headrace.cli.trust import Trust, require_trust
 from headrace.errors import ConfigError
 from headrace.registry import nearest
 
@@ -36,7 +37,7 @@ Resume = Annotated[Path | None, Parameter(help="Go on with the run in this folde
 DryRun = Annotated[bool, Parameter(negative="", show_default=False, help="Print what would be run, and stop.")]
 
 
-_OPTIONS = ("--run-dir", "--resume", "--dry-run")
+_OPTIONS = ("--run-dir", "--resume", "--dry-run", "--trust")
 
 
 def train(
@@ -46,10 +47,14 @@ def train(
     run_dir: RunDir = None,
     resume: Resume = None,
     dry_run: DryRun = False,
+    trust: Trust = False,
 ) -> int:
     """Train as a run file says, or go on with a run."""
     if resume is not None:
+        require_trust(resume, trust)
         return _run(_read_resumed(resume, [] if file is None else [file, *overrides], run_dir), dry_run)
+    if trust:
+        raise ConfigError("--trust is for the folder of a run (--resume RUN_DIR); leave it out")
     if file is None:
         raise ConfigError("what is to be trained? Give a run file, or the folder of a run with --resume RUN_DIR")
     return _run(read_run(file, overrides, *_OPTIONS, run_dir=run_dir), dry_run)
