@@ -13,16 +13,26 @@ from typing import Any
 
 import pytest
 
-from fakes import ROOT
-from headrace import registry, threads, usercode
+from fakes import ROOT, FakeEngine, char_chat
+from headrace import loopwatch, registry, threads, usercode
 from headrace.agents.completer import Model
+from headrace.agents.loop import AgentLoopManager, Limits, RolloutSpec
+from headrace.agents.record import NoJournal, NoRecord
+from headrace.agents.workflow import as_run_function
+from headrace.callbacks import Callback
+from headrace.data.sources.read import read_rows
 from headrace.data.task import Task
 from headrace.deadline import Call, call_user
-from headrace.errors import DeadlineError, EscapeError, first_of
+from headrace.engine.base import SamplingParams
+from headrace.errors import DataError, DeadlineError, EscapeError, WorkflowError, first_of
 from headrace.judge.base import Judger, Verdict
+from headrace.loopwatch import watched_loop
+from headrace.usercode import contained
 from null_backend import Null, scattered
+from test_callbacks import EVAL, EVENTS
 from test_failures import by_number, every_schedule, failed, failing_run
 from test_schedules import heavy_tail
+from virtual_time import run_virtual
 
 
 @pytest.fixture(autouse=True)
@@ -266,3 +276,187 @@ def test_abandoned_tasks_and_threads_do_not_keep_the_process_from_exiting() -> N
     assert ended.stdout.splitlines()[-1] == "over" and ended.returncode == 0, ended
     assert "Exception ignored" not in ended.stderr and "destroyed" not in ended.stderr
     assert time.monotonic() - start < 30
+
+
+def waits_in_the_system() -> None:
+    time.sleep(100)
+
+
+def computes() -> None:
+    while True:
+        pass
+
+
+@pytest.fixture
+def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loopwatch, "_LOOK_S", 0.2)
+
+
+@pytest.mark.usefixtures("quick_looks")
+@pytest.mark.parametrize("blocks", [waits_in_the_system, computes])
+async def test_code_that_blocks_the_event_loop_is_interrupted_when_its_time_is_over(blocks: Callable[[], Any]) -> None:
+    async def blocking() -> None:
+        blocks()
+
+    start = time.monotonic()
+    with watched_loop(lambda text: None, blocked_s=0.1, limit_s=0.3):
+        with pytest.raises(DeadlineError, match="blocked the event loop"):
+            await call_user("the workflow", blocking, limit_s=0.3)
+        with pytest.raises(DeadlineError, match=r"the hook took longer than 0\.3 s"), contained("the hook", 0.3):
+            blocks()
+        await asyncio.sleep(0.3)
+    assert time.monotonic() - start < 30
+
+
+@pytest.mark.usefixtures("quick_looks")
+def test_code_that_blocks_an_event_loop_in_another_thread_is_interrupted_too() -> None:
+    said: list[str] = []
+
+    async def main() -> None:
+        async def blocking() -> None:
+            computes()
+
+        with watched_loop(lambda text: None, blocked_s=0.1, limit_s=0.3):
+            try:
+                await call_user("the workflow", blocking, limit_s=0.3)
+            except DeadlineError as error:
+                said.append(str(error))
+
+    thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
+    thread.start()
+    thread.join(30)
+    assert "blocked the event loop" in said[0]
+
+
+# ---- hooks, which end the run with their own error ------------------------------------------------------------------
+
+
+def leave(*args: Any) -> None:
+    sys.exit(0)
+
+
+async def leave_later(*args: Any) -> None:
+    await asyncio.sleep(0.1)
+    sys.exit(0)
+
+
+async def never_ends(*args: Any) -> None:
+    await stubborn()
+
+
+@every_schedule
+@pytest.mark.parametrize("event", EVENTS)
+@pytest.mark.parametrize(("method", "said"), [(leave, "called sys.exit"), (leave_later, "called sys.exit"),
+                                              (never_ends, "took longer than 5 s")])  # fmt: skip
+def test_a_callback_that_exits_or_hangs_ends_the_run_with_an_error(
+    tmp_path: Path, schedule: str, event: str, method: Any, said: str
+) -> None:
+    broken: Callback = type("Broken", (Callback,), {event: method})()
+    trainer = {"steps": 9, "hook_timeout_s": 5.0}
+    with pytest.raises(WorkflowError, match=f"{event} of the callback Broken {said}"):
+        failing_run(tmp_path, schedule, callbacks=[broken], eval=EVAL, trainer=trainer)
+
+
+@every_schedule
+def test_a_grouping_hook_that_exits_ends_the_run_with_an_error(tmp_path: Path, schedule: str) -> None:
+    registry.register("grouping", "leaves", leave)
+    with pytest.raises(WorkflowError, match=r'grouping hook "leaves" failed on task .*: it called sys.exit\(0\)'):
+        failing_run(tmp_path, schedule, workflow={"grouping": "leaves"})
+
+
+@every_schedule
+def test_an_estimator_that_exits_ends_the_run_with_an_error(tmp_path: Path, schedule: str) -> None:
+    registry.register("estimator", "leaves", leave)
+    with pytest.raises(WorkflowError, match=r"an estimator called sys.exit\(0\)"):
+        failing_run(tmp_path, schedule, algorithm={"estimator": "leaves"}, trainer={"stream": None})
+
+
+@pytest.mark.parametrize("function", ["leave", "leave_later"])
+def test_an_evaluation_metric_that_exits_ends_the_run_with_an_error(tmp_path: Path, function: str) -> None:
+    evaluation = {**EVAL, "metrics": [f"test_boundaries:{function}"]}
+    with pytest.raises(WorkflowError, match=rf'evaluation metric "test_boundaries:{function}" .*called sys.exit'):
+        failing_run(tmp_path, "in step", eval=evaluation)
+
+
+class Leaves:
+    def __init__(self) -> None:
+        sys.exit(0)
+
+
+def test_code_that_exits_while_it_is_imported_or_made_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(EscapeError, match=r'the workflow "Leaves" called sys.exit\(0\)'):
+        as_run_function(Leaves, {})
+    script = tmp_path / "script.py"
+    script.write_text("import sys\nsys.exit()\n")
+    with pytest.raises(EscapeError, match=r"the import of .*script.py called sys.exit\(\)"):
+        registry.load_object(f"{script}:run")
+
+
+SOURCE = """
+import sys
+def breaks():
+    yield {"instruction": "1+1="}
+    raise KeyError("answer")
+def leaves():
+    yield {"instruction": "1+1="}
+    sys.exit(0)
+def at_once():
+    raise KeyError("answer")
+"""
+
+
+@pytest.mark.parametrize(("name", "said"), [
+    ("breaks", r"failed after 1 rows: KeyError: 'answer' at .*source.py:5: raise KeyError"),
+    ("leaves", r"failed after 1 rows: SystemExit: 0 at .*source.py:8: sys.exit"),
+    ("at_once", r"failed: KeyError: 'answer' at .*source.py:10"),
+])  # fmt: skip
+def test_a_source_of_tasks_that_breaks_is_an_error_in_one_line(tmp_path: Path, name: str, said: str) -> None:
+    (tmp_path / "source.py").write_text(SOURCE)
+    with pytest.raises(DataError, match=said):
+        list(read_rows(f"{tmp_path}/source.py:{name}", {}))
+
+
+# ---- late results ---------------------------------------------------------------------------------------------------
+
+
+def test_what_an_abandoned_episode_still_asks_for_is_neither_answered_nor_recorded() -> None:
+    class Written(NoRecord):
+        def __init__(self) -> None:
+            self.events: list[str] = []
+
+        def called(self, output: Any, role: str, seed: int, digest: str, messages: Any) -> None:
+            self.events.append("call")
+
+        def resulted(self, number: int, kind: str, name: str, digest: str, payload: Any) -> None:
+            self.events.append("result")
+
+        def finished(self, episode: Any) -> None:
+            self.events.append(f"finished: {episode.error}")
+
+    record, engine, asked = Written(), FakeEngine(), []
+
+    class OneRecord(NoJournal):
+        def open(self, group_id: int, rollout_idx: int, seed: int) -> Any:
+            return record
+
+    async def goes_on(task: Task, model: Model) -> float:
+        while True:
+            try:
+                await asyncio.sleep(1.0)
+                asked.append(await model.chat(task.messages))
+                await model.tool(str, 7)
+                await model.store.put("key", 1)
+            except BaseException:
+                asked.append(None)
+
+    async def main() -> None:
+        limits = Limits(timeout_s=2.5)
+        manager = AgentLoopManager(goes_on, engine, char_chat(), None, limits, journal=OneRecord())
+        await manager.roll_out(RolloutSpec(Task("a", instruction="Say."), 0, 0, 0), SamplingParams(max_tokens=4))
+        before = list(record.events), len(engine.requests)
+        await asyncio.sleep(1000.0)
+        assert (record.events, len(engine.requests)) == before
+        assert record.events[-1] == "finished: took longer than 2.5 s"
+
+    run_virtual(main())
+    assert len(asked) < 20

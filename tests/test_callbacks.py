@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from headrace import registry
 from headrace.agents.completer import Model
 from headrace.callbacks import Callback, Metrics, TrainerHandle, due
 from headrace.data.task import Task
+from headrace.errors import WorkflowError
 from null_backend import Null, null_run, reported, scattered
 from test_schedules import heavy_tail, schedules
 
@@ -69,6 +71,105 @@ def test_an_evaluation_is_told_before_the_end_of_its_step_in_step_and_beside_it_
     assert told.index(("validation_end", 2)) > told.index(("batch_start", 2))  # training went on beside it
     rest = [event for event in told if not event[0].startswith("validation")]
     assert rest[-3:] == [("batch_end", 7), ("epoch_end", 0), ("train_end",)]
+
+
+def order_of(run_dir: Path, trainer: dict[str, Any], evaluation: dict[str, Any]) -> list[tuple[Any, ...]]:
+    """All events of a run, with those of its workflow; no callback is called while another is."""
+    told: list[tuple[Any, ...]] = []
+    busy: list[str] = []
+
+    def method(event: str) -> Any:
+        async def keep(self: Callback, *arguments: Any) -> None:
+            assert not busy, f"{event} came during {busy}"
+            busy.append(event)
+            told.append((event.removeprefix("on_"), *(a for a in arguments if isinstance(a, int))))
+            await asyncio.sleep(0.2)
+            busy.remove(event)
+
+        return keep
+
+    class Solves:
+        async def start(self) -> None:
+            await asyncio.sleep(0.01)
+            told.append(("workflow started",))
+
+        async def run(self, task: Task, model: Model) -> float:
+            if told[-1] == ("workflow started",):
+                told.append(("first episode",))
+            return await scattered(task, model)
+
+        async def close(self) -> None:
+            told.append(("workflow closed",))
+
+    recorder: Callback = type("Recorder", (Callback,), {event: method(event) for event in EVENTS})()
+    tasks = [Task(str(i), instruction="Say it.") for i in range(9)]
+    null_run(run_dir, Solves(), tasks, null=Null(heavy_tail, 1.0), callbacks=[recorder], trainer=trainer,
+             eval=evaluation)  # fmt: skip
+    return told
+
+
+def test_the_order_of_callbacks_with_evaluations_is_the_same_in_every_schedule(tmp_path: Path) -> None:
+    evaluation = {**EVAL, "before": True, "after": True}
+    orders: list[list[tuple[Any, ...]]] = []
+    for number, trainer in enumerate(schedules(staleness="count", steps=5)):
+        told = order_of(tmp_path / str(number), trainer, evaluation)
+        assert told[0] == ("workflow started",) and told[-2:] == [("train_end",), ("workflow closed",)]
+        assert told[1:4] == [("train_start",), ("validation_start", 0), ("validation_end", 0)]
+        for step in (2, 4):  # reported before the end of its own step, or of a later one where generation runs ahead
+            end = told.index(("validation_end", step))
+            following = next(event for event in told[end + 1 :] if not event[0].startswith("validation"))
+            assert following[0] == "batch_end" and following[1] >= step
+            assert trainer.get("max_staleness") or following[1] == step
+        orders.append([event for event in told if event[0] != "validation_end"])
+    assert all(order == orders[0] for order in orders)
+    begins = orders[0].index(("validation_start", 2))
+    assert orders[0][begins - 1][0] == "policy_updated" and orders[0][begins + 1] == ("batch_end", 2)
+
+
+class Held:
+    """A workflow that counts how often it is started and closed."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def start(self) -> None:
+        self.calls.append("start")
+
+    async def run(self, task: Task, model: Model) -> float:
+        self.calls = [*self.calls, "run"][:3]
+        return await scattered(task, model)
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+def test_a_workflow_is_started_once_before_its_first_episode_and_closed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    held, made = Held(), []
+
+    class Own(Held):
+        def __init__(self) -> None:
+            super().__init__()
+            made.append(self)
+
+    registry.register("workflow", "own", Own)
+    sets = {"held_out": EVAL["sets"]["held_out"], "own": {**EVAL["sets"]["held_out"], "workflow": "own"}}
+    null_run(tmp_path, held, trainer={"steps": 2}, eval={**EVAL, "before": True, "sets": sets})
+    assert held.calls == ["start", "run", "run", "close"]
+    assert [own.calls for own in made] == [["start", "run", "run", "close"]]
+
+
+def test_a_start_that_fails_ends_the_run_with_its_cause_and_everything_is_closed(tmp_path: Path) -> None:
+    class Fails(Held):
+        def start(self) -> None:
+            raise LookupError("no such server")
+
+    held = Fails()
+    with pytest.raises(WorkflowError, match="start of the workflow Fails failed: LookupError: no such server at"):
+        null_run(tmp_path, held)
+    assert held.calls == ["close"]
 
 
 class Returns(Callback):

@@ -16,7 +16,7 @@ from headrace import registry
 from headrace.afterwards import evaluate_run
 from headrace.agents.chat import ChatTemplate
 from headrace.agents.completer import Model
-from headrace.agents.loop import AgentLoopManager
+from headrace.agents.loop import AgentLoopManager, close_all
 from headrace.agents.workflow import single_turn
 from headrace.backends.base import Publication
 from headrace.config import RunConfig
@@ -216,7 +216,7 @@ async def test_a_judge_that_cannot_be_read_fails_the_episode_and_says_nothing_of
         judger = LLMJudger(server.url, "wise")
         manager = AgentLoopManager(single_turn, FakeEngine(lambda seed: "Paris"), char_chat(), judger)
         (episode,) = await manager.roll_out_group(TASK, 0, 1, 0, SamplingParams(max_tokens=9))
-        await manager.close()
+        await close_all([manager])
     assert episode.failed and "no line SCORE" in str(episode.error) and len(server.asked) == 2
 
 

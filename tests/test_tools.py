@@ -13,7 +13,7 @@ import pytest
 
 from fakes import CharTokenizer, FakeEngine, char_chat
 from headrace.agents.completer import Model
-from headrace.agents.loop import AgentLoopManager, Limits, RolloutSpec
+from headrace.agents.loop import AgentLoopManager, Limits, RolloutSpec, close_all
 from headrace.agents.tools import Tool, ToolAgent, answer_calls, as_text, as_tools, tool
 from headrace.agents.workflow import as_run_function
 from headrace.data.episode import Episode, TerminationReason
@@ -51,7 +51,7 @@ async def played(*replies: str, limits: Limits | None = None, **args: Any) -> Ep
     try:
         return await manager.roll_out(RolloutSpec(Task("t", instruction="1 + 2?"), 0, 0, 0), SAMPLING)
     finally:
-        await manager.close()
+        await close_all([manager])
 
 
 def told(episode: Episode) -> list[str]:

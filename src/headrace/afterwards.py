@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from headrace.agents.gateway import close_gateway
-from headrace.agents.loop import AgentLoopManager
+from headrace.agents.loop import AgentLoopManager, close_all, start_workflows
 from headrace.assembly import assemble_evaluation, assemble_remote_evaluation, resolve_objective
 from headrace.backends.base import Backend
 from headrace.checkpoint import is_checkpoint, list_checkpoints, load_checkpoint
@@ -71,7 +71,7 @@ def evaluate_run(
     outputs.check()
     of = f"{remote.model} at {remote.url}" if remote else str(checkpoint or config.model.name)
     config = resolve_objective(config)
-    evaluation = _Evaluation(outputs)
+    evaluation = _Evaluation(outputs, config.trainer.hook_timeout_s)
     try:
         if remote is not None:
             asyncio.run(interruptible(_evaluate_remote(config, remote, evaluation)))
@@ -133,6 +133,7 @@ class _Evaluation:
     """An evaluation under way: what is done of it."""
 
     outputs: Outputs
+    hook_timeout_s: float
     sets: list[SetResult] = field(default_factory=list)
     _at: tuple[str, int, int] | None = None
 
@@ -153,7 +154,9 @@ class _Evaluation:
         def keep(name: str, metrics: dict[str, float], episodes: list[Episode]) -> None:
             self.sets.append(set_result(name, metrics, evaluator.sets[name][1], episodes))
 
+        managers = [manager, *evaluator.managers]
         try:
+            await start_workflows(managers, self.hook_timeout_s)
             with Progressing() as bars:
                 await evaluator.evaluate(manager, self._progress(bars.show), keep, told)
         except BaseExceptionGroup as group:  # of the episodes side by side, the first that ended them all
@@ -162,8 +165,7 @@ class _Evaluation:
         finally:
             if said is not None:
                 said.close()
-            await evaluator.close()
-            await manager.close()
+            await close_all(managers)
             await close_gateway()
 
     def _progress(self, show: Callable[[str, int, int], None]) -> Callable[[str, int, int], None]:

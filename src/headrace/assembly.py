@@ -217,7 +217,8 @@ def _evaluating(
     new_manager: Callable[[RunFunction, Judger | None], AgentLoopManager],
 ) -> tuple[AgentLoopManager, Evaluator]:
     managers = {name: new_manager(*way) for name, way in ways.items() if name is not None}
-    evaluator = Evaluator(sets, config.rollout, config.run.seed, metrics, managers)
+    limit_s = config.trainer.hook_timeout_s
+    evaluator = Evaluator(sets, config.rollout, config.run.seed, metrics, managers, limit_s)
     return new_manager(*ways[None]), evaluator
 
 

@@ -1,4 +1,4 @@
-"""Callbacks: told of every step, publication and evaluation, in the same order in every schedule.
+"""Callbacks: called at every step, weight sync and evaluation, one at a time, in the same order in every schedule.
 
 Evaluation and checkpoints are callbacks too. Methods may be plain or async; an exception in one ends the run.
 """
@@ -12,7 +12,9 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol
 
 from headrace.config import RunConfig
+from headrace.deadline import Call
 from headrace.track.base import TrackerSet
+from headrace.usercode import contained
 
 Metrics = Mapping[str, float]
 
@@ -24,12 +26,20 @@ class TrainerHandle(Protocol):
     step: int
     """Optimizer steps made."""
 
-    async def evaluate(self, pinned: bool = False) -> dict[str, float]:
-        """Evaluate every set; `pinned` keeps the weights of now for it while training goes on."""
+    async def evaluate(self) -> dict[str, float]:
+        """Evaluate every set, and wait for it."""
         ...
 
-    async def evaluate_again(self, step: int) -> dict[str, float]:
-        """The evaluation of a step that was begun, and not told, when the run was interrupted."""
+    async def start_evaluation(self) -> asyncio.Task[dict[str, float]]:
+        """Start to evaluate the weights of now, which are kept for it while training goes on."""
+        ...
+
+    async def end_evaluation(self, step: int, found: dict[str, float]) -> dict[str, float]:
+        """Report what `start_evaluation` came to; its metrics, with the step that they are of."""
+        ...
+
+    def evaluated(self, step: int) -> dict[str, float]:
+        """The metrics of an evaluation that was reported before; empty if there are none."""
         ...
 
     async def save(self) -> None:
@@ -49,7 +59,7 @@ class Callback:
     """Derive from it and override what is of interest; every method may also be `async def`."""
 
     def on_train_start(self, trainer: TrainerHandle) -> Any:
-        """Before the first step. A returned dict is tracked as step 0."""
+        """Before everything else. A returned dict is tracked as step 0."""
 
     def on_train_end(self, trainer: TrainerHandle) -> Any:
         """After the last step, or after the step at which the run was stopped."""
@@ -70,38 +80,48 @@ class Callback:
         """After a batch is trained and published. A returned dict is tracked with the step."""
 
     def on_validation_start(self, step: int) -> Any:
-        """Before an evaluation."""
+        """Before an evaluation, and before the end of the batch that it comes after."""
 
     def on_validation_end(self, step: int, metrics: Metrics) -> Any:
-        """After an evaluation, with its metrics; `step` is the one it was started after."""
+        """With the metrics of an evaluation, before the end of the batch whose metrics they are added to.
+
+        `step` is the one that the evaluation was started after. Where generation runs ahead, a later batch is ended.
+        """
 
 
 class CallbackSet:
-    """Several callbacks as one, called in order."""
+    """Several callbacks as one, called in order. A call of one that is the user's may take `limit_s`."""
 
-    def __init__(self, callbacks: Sequence[Callback]) -> None:
+    def __init__(self, callbacks: Sequence[Callback], limit_s: float) -> None:
         self._callbacks = tuple(callbacks)
+        self._limit_s = limit_s
 
     async def call(self, event: str, *arguments: Any) -> dict[str, float]:
         """Call one method of each, and wait for it; what they returned, together."""
         found: dict[str, float] = {}
         for callback in self._callbacks:
-            found |= await _call(callback, event, *arguments)
+            found |= await self._call(callback, event, *arguments)
         return found
 
     async def end_batch(self, step: int, metrics: Metrics) -> dict[str, float]:
         """`on_batch_end` of each, with what those before it returned; all metrics, together."""
         found = dict(metrics)
         for callback in self._callbacks:
-            found |= await _call(callback, "on_batch_end", step, dict(found))
+            found |= await self._call(callback, "on_batch_end", step, dict(found))
         return found
 
-
-async def _call(callback: Callback, event: str, *arguments: Any) -> dict[str, float]:
-    result = getattr(callback, event)(*arguments)
-    if inspect.isawaitable(result):
-        result = await result
-    return result or {}
+    async def _call(self, callback: Callback, event: str, *arguments: Any) -> dict[str, float]:
+        method = getattr(callback, event)
+        if isinstance(callback, (Evaluating, Tracking, Saving)):
+            result = method(*arguments)
+            return (await result if inspect.isawaitable(result) else result) or {}
+        what = f"{event} of the callback {type(callback).__name__}"
+        # a plain method stays on this thread: what it holds (a database, a tracker's run) may belong to it
+        with contained(what, self._limit_s):
+            result = method(*arguments)
+        if inspect.isawaitable(result):
+            result = await Call(what, self._limit_s).run(lambda: result)
+        return result or {}
 
 
 class Evaluating(Callback):
@@ -112,37 +132,53 @@ class Evaluating(Callback):
         self._before = 0
         self._running: asyncio.Task[dict[str, float]] | None = None
         self.untold: int | None = None
-        """The step whose evaluation is under way, or is done and not told. A checkpoint keeps it."""
+        """The step whose evaluation is under way, or is done and not reported. A checkpoint keeps it."""
+        self._found: dict[str, float] = {}
 
-    async def on_train_start(self, trainer: TrainerHandle) -> dict[str, float]:
+    def on_train_start(self, trainer: TrainerHandle) -> None:
         self._trainer = trainer
         self._section = trainer.config.eval
-        if self.untold is not None:
-            self._running = trainer.spawn(trainer.evaluate_again(self.untold))
-        if not (self._section.before and self._section.sets and trainer.step == 0):
+
+    async def begin(self) -> dict[str, float]:
+        """After every `on_train_start`: the evaluation before the first step, or one that an interruption cut off."""
+        if self.untold is not None and self.untold == self._trainer.step:
+            self._running = await self._trainer.start_evaluation()
+        elif self.untold is not None:
+            self._found = self._trainer.evaluated(self.untold)
+        if not (self._section.before and self._section.sets and self._trainer.step == 0):
             return {}
-        return await trainer.evaluate()
+        return await self._trainer.evaluate()
 
     def on_batch_start(self, step: int) -> None:
         self._before = step
 
     async def on_batch_end(self, step: int, metrics: Metrics) -> dict[str, float]:
-        found: dict[str, float] = {}
+        found, self._found = self._found, {}
+        if self._running is None:
+            self.untold = None
         section = self._trainer.config.trainer
         last, saves = step >= section.steps, self._saving.due(step)
         wanted = bool(self._section.sets) and due(self._section.every, self._before, step) and not last
         # a run that goes on from a checkpoint has no weights of earlier steps to evaluate
         if self._running is not None and (last or wanted or saves or self._running.done()):
-            found, self._running, self.untold = await self._running, None, None
+            found |= await self._end()
         if wanted and section.max_staleness:
-            self._running, self.untold = self._trainer.spawn(self._trainer.evaluate(pinned=True)), step
+            self.untold, self._running = step, await self._trainer.start_evaluation()
         elif wanted or (last and self._section.after and self._section.sets):
             found |= await self._trainer.evaluate()
         return found
 
     async def on_train_end(self, trainer: TrainerHandle) -> None:
-        if self._running is not None:  # the run was stopped: told when it goes on
-            await self._running
+        if self._running is not None:  # the run was stopped: its metrics are tracked when it is resumed
+            untold = self.untold
+            await self._end()
+            self.untold = untold
+
+    async def _end(self) -> dict[str, float]:
+        assert self._running is not None and self.untold is not None
+        found = await self._running
+        step, self._running, self.untold = self.untold, None, None
+        return await self._trainer.end_evaluation(step, found)
 
 
 class Tracking(Callback):

@@ -15,8 +15,10 @@ from headrace.config import EvalSet, RolloutSection
 from headrace.data.episode import Episode, is_number
 from headrace.data.seeds import derive_seed
 from headrace.data.task import Task
+from headrace.deadline import call_user
 from headrace.engine.base import SamplingParams
 from headrace.errors import WorkflowError
+from headrace.usercode import reason_of
 
 _Z95 = 1.959963984540054
 _RESAMPLES = 1000
@@ -40,12 +42,14 @@ class Evaluator:
         seed: int,
         metrics: Mapping[str, MetricFunction] = _NONE,
         managers: Mapping[str, AgentLoopManager] = _NONE,
+        hook_timeout_s: float | None = None,
     ) -> None:
         self.sets = {name: (section, tasks[: section.limit]) for name, (section, tasks) in sets.items()}
         self._rollout = rollout
         self._seed = seed
         self._own_metrics = metrics
         self._managers = managers
+        self._hook_timeout_s = hook_timeout_s
 
     async def evaluate(
         self,
@@ -75,16 +79,16 @@ class Evaluator:
 
             episodes = await self._roll_out(own, name, section, tasks, told)
             found = evaluation_metrics(episodes, section.attempts, self._seed)
-            found |= self._own(episodes, found)
+            found |= await self._own(episodes, found)
             if keep is not None:
                 keep(name, found, [episode for attempts in episodes for episode in attempts])
             metrics |= under(name, found)
         return metrics
 
-    async def close(self) -> None:
-        """Let the workflows and judgers of single sets give back what they hold."""
-        for manager in self._managers.values():
-            await manager.close()
+    @property
+    def managers(self) -> list[AgentLoopManager]:
+        """Those of sets that have a workflow or a judger of their own."""
+        return list(self._managers.values())
 
     async def _roll_out(
         self,
@@ -112,21 +116,22 @@ class Evaluator:
             ]
         return [task.result() for task in running]
 
-    def _own(self, episodes: list[list[Episode]], taken: Mapping[str, float]) -> dict[str, float]:
+    async def _own(self, episodes: list[list[Episode]], taken: Mapping[str, float]) -> dict[str, float]:
         """What the user's functions say, each told its own copy of the lists."""
         found: dict[str, float] = {}
         for path, function in self._own_metrics.items():
-            found |= _checked(path, function, [list(attempts) for attempts in episodes], {*taken, *found})
+            where = f'the evaluation metric "{path}"'
+            own = [list(attempts) for attempts in episodes]
+            try:
+                answer = await call_user(where, function, own, limit_s=self._hook_timeout_s)
+            except Exception as error:
+                raise WorkflowError(f"{where} failed: {reason_of(error)}") from error
+            found |= _checked(where, answer, {*taken, *found})
         return found
 
 
-def _checked(path: str, function: MetricFunction, episodes: list[list[Episode]], taken: set[str]) -> dict[str, float]:
-    """The figures of a function, or an error that names it."""
-    where = f'the evaluation metric "{path}"'
-    try:
-        answer: Any = function(episodes)
-    except Exception as error:
-        raise WorkflowError(f"{where} failed: {type(error).__name__}: {error}") from error
+def _checked(where: str, answer: Any, taken: set[str]) -> dict[str, float]:
+    """The metrics that a function returned, or an error that names it."""
     if not isinstance(answer, Mapping):
         raise WorkflowError(f"{where} must return {{name: number}}, got {answer!r}")
     for name, value in answer.items():

@@ -1,4 +1,7 @@
-"""Notices user code that blocks the event loop: then nothing goes on, not even the time limits of episodes."""
+"""Notices user code that blocks the event loop: then nothing goes on, not even the time limits of episodes.
+
+So the watcher, which is a thread, holds them instead: it interrupts what blocks for longer than it may.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from headrace.usercode import innermost_of_user
+from headrace.deadline import is_user_task
+from headrace.usercode import innermost_of_user, interrupt, interruptible_calls, overdue_threads
 
 _LOOK_S = 2.0
 
 
 @contextmanager
-def watched_loop(tell: Callable[[str], None], blocked_s: float = 15.0) -> Iterator[None]:
-    """Tell, once per place, where the running loop has been held up for long in code that is not ours."""
+def watched_loop(tell: Callable[[str], None], blocked_s: float = 15.0, limit_s: float | None = None) -> Iterator[None]:
+    """Tell, once per place, where the running loop has been held up for long in code that is not ours.
+
+    Over `limit_s`, a task of user code is interrupted.
+    """
     loop, thread = asyncio.get_running_loop(), threading.get_ident()
     beat, over = time.monotonic(), threading.Event()
     told: set[tuple[str, int | None]] = set()
@@ -32,6 +39,11 @@ def watched_loop(tell: Callable[[str], None], blocked_s: float = 15.0) -> Iterat
     def look() -> None:
         while not over.wait(min(_LOOK_S, blocked_s / 2)):
             late_s = time.monotonic() - beat
+            overdue = overdue_threads()
+            if limit_s is not None and late_s > limit_s + _LOOK_S and is_user_task(asyncio.current_task(loop)):
+                overdue.add(thread)
+            for held_up in overdue:
+                interrupt(held_up)
             frame = sys._current_frames().get(thread) if late_s > blocked_s else None
             place = innermost_of_user(_inside_loop(frame)) if frame is not None else None
             if place is not None and (place.filename, place.lineno) not in told:
@@ -45,7 +57,8 @@ def watched_loop(tell: Callable[[str], None], blocked_s: float = 15.0) -> Iterat
     watcher = threading.Thread(target=look, name="loop watch", daemon=True)
     watcher.start()
     try:
-        yield
+        with interruptible_calls():
+            yield
     finally:
         over.set()
         watcher.join()

@@ -25,6 +25,7 @@ from headrace.errors import BackendError, ConfigError
 from headrace.metrics import MetricsAggregator, Reducer
 from headrace.pipeline.batcher import grad_scale, pack, split, to_samples
 from headrace.pipeline.staleness import StalenessPolicy
+from headrace.usercode import contained
 
 IMITATE = AlgorithmSection(loss="cross_entropy")
 
@@ -132,7 +133,8 @@ class AdvantageObjective:
         """Rows with advantages: a teacher's, the workflow's own, the value head's or an estimator's."""
         taught = [group for group in groups if is_distilled(group, self._algorithm)]
         others = [group for group in groups if not is_distilled(group, self._algorithm)]
-        assigned = assign_advantages(others, self._algorithm)
+        with contained("an estimator", self._config.trainer.hook_timeout_s):
+            assigned = assign_advantages(others, self._algorithm)
         valued = [self._is_valued(group) for group in others]
         rows = [
             *to_samples(await self._with_teacher(taught)),

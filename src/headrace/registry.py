@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import ConfigError, MissingExtraError, install_line
+from headrace.usercode import contained
 
 _BUILTIN: dict[str, dict[str, str]] = {
     "backend": {
@@ -166,7 +167,8 @@ def resolve(kind: str, name: str) -> Any:
 def call_with(target: Callable[..., Any], args: Mapping[str, Any], what: str) -> Any:
     """Call what a run file names with the arguments that it gives; `what` names it where they do not fit."""
     check_call(target, args, what)
-    return target(**args)
+    with contained(what):
+        return target(**args)
 
 
 def check_call(target: Callable[..., Any], args: Mapping[str, Any], what: str) -> None:
@@ -230,7 +232,8 @@ def _import(module_name: str) -> Any:
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # a console script does not have the user's folder on its path
     try:
-        return importlib.import_module(module_name)
+        with contained(f'the import of "{module_name}"'):
+            return importlib.import_module(module_name)
     except ModuleNotFoundError as missing:
         package = (missing.name or "").split(".")[0]
         if package in _EXTRA_OF_PACKAGE:
@@ -255,7 +258,8 @@ def _load_file(path: Path) -> Any:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # before exec: dataclasses and pickling look the module up by name
     try:
-        spec.loader.exec_module(module)
+        with contained(f"the import of {path}"):
+            spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
         raise

@@ -17,6 +17,7 @@ from typing import Any
 
 from headrace import memory
 from headrace.agents.gateway import close_gateway
+from headrace.agents.loop import close_all, start_workflows
 from headrace.agents.store import StoredValues
 from headrace.alarms import Alarms
 from headrace.assembly import Tasks, assemble, numerics_of, resolve_objective
@@ -112,7 +113,8 @@ class UnifiedTrainer:
             saving = Saving()
             self._evaluations_of = Evaluating(saving)
             self._callbacks = CallbackSet(
-                [self._evaluations_of, *self._own_callbacks, Tracking(self._trackers), saving]
+                [self._evaluations_of, *self._own_callbacks, Tracking(self._trackers), saving],
+                self.config.trainer.hook_timeout_s,
             )
             self._trackers.message(f"loading {self.config.model.name} for the run in {self._run_dir}")
             self._parts = await in_own_thread(assemble, self.config, *self._given, report=self._trackers.progress)
@@ -125,9 +127,11 @@ class UnifiedTrainer:
                 self._journal = held.enter_context(closing(open_journal(self._run_dir, self.config)))
                 held.callback(self._trackers.close)
                 values = held.enter_context(closing(StoredValues(self._run_dir / "store.sqlite")))
-                for manager in (self._parts.manager, self._parts.eval_manager):
+                managers = [self._parts.manager, self._parts.eval_manager, *self._parts.evaluator.managers]
+                for manager in managers:
                     manager.values = values
-                    held.push_async_callback(manager.close)
+                held.push_async_callback(close_all, managers)
+                await start_workflows(managers, self.config.trainer.hook_timeout_s)
                 self._checkpoints = CheckpointWriter(self._run_dir, self._parts.backend, self.config)
                 held.push_async_callback(self._checkpoints.close)
                 await self._train_interruptibly()
@@ -138,7 +142,7 @@ class UnifiedTrainer:
             with (
                 on_interrupt(self._interrupted),
                 memory.frozen(),
-                watched_loop(self._trackers.message),
+                watched_loop(self._trackers.message, limit_s=self.config.rollout.timeout_s),
                 reporting_abandoned(self._trackers.message) as self._abandoned,
             ):
                 await self._train()
@@ -161,6 +165,7 @@ class UnifiedTrainer:
         await self._set_up(state)
         async with asyncio.TaskGroup() as self._loops:
             before = await self._callbacks.call("on_train_start", self)
+            before |= await self._evaluations_of.begin()
             if before:
                 self._trackers.log(0, before)
             self._clock.restart()
@@ -425,18 +430,33 @@ class UnifiedTrainer:
         """Run something beside training; its failure ends the run."""
         return self._loops.create_task(work)
 
-    async def evaluate(self, pinned: bool = False) -> dict[str, float]:
-        """Evaluate every set; `pinned` keeps the weights of now for it while training goes on."""
+    async def evaluate(self) -> dict[str, float]:
+        """Evaluate every set, and wait for it."""
         step = self.step
         self._evaluating.add(step)
-        if pinned:  # first of all: a callback may take its time, and the weights would change
-            await self.engine.pin()
+        await self._callbacks.call("on_validation_start", step)
+        return await self.end_evaluation(step, await self._recorded_or_new_evaluation(step, shown=True))
+
+    async def start_evaluation(self) -> asyncio.Task[dict[str, float]]:
+        """Start to evaluate the weights of now, which are kept for it while training goes on."""
+        step = self.step
+        self._evaluating.add(step)
+        await self.engine.pin()  # first of all: a callback may take its time, and the weights would change
         try:
             await self._callbacks.call("on_validation_start", step)
-            found = await self._recorded_or_new_evaluation(step, shown=not pinned)
+            return self.spawn(self._evaluate_pinned(step))
+        except BaseException:
+            await self.engine.unpin()
+            raise
+
+    async def _evaluate_pinned(self, step: int) -> dict[str, float]:
+        try:
+            return await self._recorded_or_new_evaluation(step, shown=False)
         finally:
-            if pinned:
-                await self.engine.unpin()
+            await self.engine.unpin()
+
+    async def end_evaluation(self, step: int, found: dict[str, float]) -> dict[str, float]:
+        """Report what an evaluation came to; its metrics, with the step that they are of."""
         self._last_evaluation = found
         if step == 0:
             self._first_evaluation = found
@@ -446,10 +466,8 @@ class UnifiedTrainer:
         self._evaluating.discard(step)
         return dict(whole)  # whose history does not change with what the caller makes of it
 
-    async def evaluate_again(self, step: int) -> dict[str, float]:
-        """The evaluation of a step that was begun, and not told, when the run was interrupted."""
-        if step == self.step:
-            return await self.evaluate(pinned=True)
+    def evaluated(self, step: int) -> dict[str, float]:
+        """The metrics of an evaluation that was reported before; empty if there are none."""
         return next((dict(found) for found in self._evaluations if found["eval/step"] == step), {})
 
     async def _recorded_or_new_evaluation(self, step: int, shown: bool) -> dict[str, float]:

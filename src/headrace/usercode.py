@@ -5,10 +5,10 @@ Synchronous user code is called inside `contained`, asynchronous user code throu
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import logging
 import os
+import signal
 import sys
 import sysconfig
 import threading
@@ -18,9 +18,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from headrace.errors import DeadlineError, EscapeError
 from headrace.interrupts import may_have_raised
+
+if TYPE_CHECKING:
+    import asyncio
 
 log = logging.getLogger("headrace")
 
@@ -127,6 +131,8 @@ def is_interrupt(error: BaseException) -> bool:
 
 def escape_of(error: BaseException, what: str) -> EscapeError:
     """The ordinary exception in place of one that would end more than the call that raised it."""
+    import asyncio  # not before: `headrace --help` does without
+
     match error:
         case SystemExit():
             did = f"called sys.exit({'' if error.code is None else repr(error.code)})"
@@ -141,12 +147,10 @@ class Overdue(BaseException):
     """Raised inside synchronous code whose time is over; no `except Exception` catches it."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Section:
-    what: str
     thread: int
     ends: float
-    limit_s: float
 
 
 _sections: list[_Section] = []
@@ -161,7 +165,7 @@ def contained(what: str, limit_s: float | None = None) -> Iterator[None]:
     section = None
     try:
         if limit_s is not None:
-            section = _Section(what, threading.get_ident(), time.monotonic() + limit_s, limit_s)
+            section = _Section(threading.get_ident(), time.monotonic() + limit_s)
             _sections.append(section)
         try:
             yield
@@ -178,12 +182,42 @@ def contained(what: str, limit_s: float | None = None) -> Iterator[None]:
         raise escape_of(error, what) from error
 
 
-def overdue_sections() -> list[tuple[str, int]]:
-    """What synchronous code has used up its time, and its thread."""
+def overdue_threads() -> set[int]:
+    """Threads with synchronous user code that has used up its time."""
     now = time.monotonic()
-    return [(section.what, section.thread) for section in list(_sections) if now > section.ends]
+    return {section.thread for section in list(_sections) if now > section.ends}
+
+
+@contextmanager
+def interruptible_calls() -> Iterator[None]:
+    """On the main thread, have `interrupt` also end a call that waits in the system, such as that of a socket."""
+    try:
+        before = signal.signal(_SIGNAL, _raise_overdue)
+    except ValueError:  # not the main thread
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(_SIGNAL, before)
 
 
 def interrupt(thread: int) -> None:
     """Raise Overdue in a thread, at its next line of Python."""
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(Overdue))
+    global _asked
+    if thread == threading.main_thread().ident and signal.getsignal(_SIGNAL) is _raise_overdue:
+        _asked = True
+        signal.pthread_kill(thread, _SIGNAL)
+    else:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(Overdue))
+
+
+_SIGNAL = signal.SIGURG  # ignored by those who do not know it
+_asked = False
+
+
+def _raise_overdue(number: int, frame: object) -> None:
+    global _asked
+    asked, _asked = _asked, False
+    if asked:
+        raise Overdue

@@ -6,7 +6,7 @@ import asyncio
 import copy
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -20,17 +20,26 @@ from headrace.agents.workflow import Outcome, RunFunction, limit_met, until_no_r
 from headrace.data.episode import Episode, FinishReason, TerminationReason, Trajectory, is_number
 from headrace.data.seeds import derive_seed
 from headrace.data.task import Task
-from headrace.deadline import Call
+from headrace.deadline import Call, call_user
 from headrace.engine.base import Generates, SamplingParams
-from headrace.errors import EngineError, LedgerError, PromptTooLongError, WorkflowError, first_of, is_infrastructure
+from headrace.errors import (
+    DeadlineError,
+    EngineError,
+    HeadraceError,
+    LedgerError,
+    PromptTooLongError,
+    WorkflowError,
+    first_of,
+    is_infrastructure,
+)
 from headrace.judge.base import JudgeError, Judger, Verdict, ends_the_run
 from headrace.judge.router import GuardedJudger
-from headrace.threads import call_anyhow
 from headrace.usercode import reason_of, where_it_failed
 
 log = logging.getLogger("headrace")
 
 _PAUSE_S = 0.25  # doubled before each retry
+_CLOSE_S = 60.0  # for a workflow or judger to give back what it holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,12 +142,15 @@ class AgentLoopManager:
         took_s = {"time/judge_s": judger.time_s / judger.judged} if judger.judged else {}
         return {"judge/failed": float(judger.failed), **took_s}
 
-    async def close(self) -> None:
-        """Let workflow and judger give back what they hold."""
-        for holder in (getattr(self._run, "__self__", None), self._judger):
-            close = getattr(holder, "close", None)
-            if callable(close):
-                await call_anyhow(close)
+    @property
+    def workflow(self) -> Any:
+        """The object whose `run` the episodes are; None if it is a function."""
+        return getattr(self._run, "__self__", None)
+
+    @property
+    def judger(self) -> Judger | None:
+        """Who scores the episodes."""
+        return self._judger
 
     async def _attempt(
         self, spec: RolloutSpec, sampling: SamplingParams, record: EpisodeRecord
@@ -222,6 +234,38 @@ class AgentLoopManager:
         if not self._training:
             return len(without) == len(episode.trajectories)
         return any(self._needs_reward(t.name) and not _brings_advantages(t) for t in without)
+
+
+async def start_workflows(managers: Sequence[AgentLoopManager], limit_s: float) -> None:
+    """Call `start` of each workflow that has one, once, before its first episode."""
+    for workflow in _distinct(manager.workflow for manager in managers):
+        if callable(getattr(workflow, "start", None)):
+            what = f"start of the workflow {type(workflow).__name__}"
+            try:
+                await call_user(what, workflow.start, limit_s=limit_s)
+            except Exception as error:
+                if isinstance(error, HeadraceError):
+                    raise
+                raise WorkflowError(f"{what} failed: {where_it_failed(error)}") from error
+
+
+async def close_all(managers: Sequence[AgentLoopManager]) -> None:
+    """Let each workflow and judger, which managers may share, give back what it holds, once."""
+    failures: list[Exception] = []
+    for holder in _distinct([*(m.workflow for m in managers), *(m.judger for m in managers)]):
+        if callable(getattr(holder, "close", None)):
+            try:
+                await call_user(f"close of {type(holder).__name__}", holder.close, limit_s=_CLOSE_S)
+            except DeadlineError as error:  # the run is over, and sound
+                log.warning("%s; it is not waited for any longer", error)
+            except Exception as error:
+                failures.append(error)
+    if failures:
+        raise failures[0]
+
+
+def _distinct(holders: Iterable[Any]) -> list[Any]:
+    return list({id(holder): holder for holder in holders if holder is not None}.values())
 
 
 def _brings_advantages(trajectory: Trajectory) -> bool:

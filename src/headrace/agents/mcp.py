@@ -11,6 +11,7 @@ from mcp.shared.exceptions import MCPError
 
 from headrace.agents.tools import Tool
 from headrace.child_environment import child_environment
+from headrace.deadline import end_task
 from headrace.errors import ConfigError, InfrastructureError, first_of
 
 _START_S = 30.0
@@ -96,7 +97,7 @@ class _Connection:
         self._closing.set()
         if self._keeper is not None:
             await asyncio.wait([self._keeper], timeout=5.0)
-            self._keeper.cancel()
+            await end_task(self._keeper, f'MCP server "{self._name}"')
 
 
 def _target(name: str, given: Any) -> StdioServerParameters | str:

@@ -25,7 +25,11 @@ AnyRun = Callable[..., Awaitable[Outcome]]
 
 
 class Workflow(Protocol):
-    """A workflow as a class; one instance serves all episodes."""
+    """A workflow as a class; one instance serves all episodes.
+
+    It may have `start()`, called once before the first episode, and `close()`, called once after the last; plain or
+    async.
+    """
 
     async def run(self, task: Task, model: Model) -> Outcome:
         """Do the task with the model."""

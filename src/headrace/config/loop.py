@@ -54,6 +54,9 @@ class TrainerSection(Section):
     """Copy the state, which takes memory, and write the copy while training goes on. Empty: where the backend can."""
     callbacks: tuple[str, ...] = ()
     """"module:class" of your own Callbacks, told of every step, publication and evaluation."""
+    hook_timeout_s: float = Field(default=3600.0, gt=0)
+    """Longest duration of one call of your code that no other time limit covers: a callback, a grouping hook, an
+    estimator, an evaluation metric, `start` of a workflow. Over it, the run ends."""
 
 
 class ProduceSection(Section):

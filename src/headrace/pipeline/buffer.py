@@ -15,6 +15,7 @@ from headrace.advantage.filters import drop_by_termination, drop_too_few, impute
 from headrace.config import RunConfig
 from headrace.data.episode import Episode, Trajectory, TrajectoryGroup
 from headrace.errors import WorkflowError
+from headrace.usercode import contained, reason_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,7 @@ class TrajectoryGroupBuffer:
         self._most_used = config.produce.reuse * config.trainer.batch_size
         self._grouping = grouping
         self._hook_name = config.workflow.grouping or getattr(grouping, "__name__", repr(grouping))
+        self._hook_timeout_s = config.trainer.hook_timeout_s
         self._partial: dict[int, list[Episode]] = {}
         self._whole = _Store(spill_dir, config.produce.spill_above_mb)
         self._used: dict[int, tuple[FinishedGroup, int]] = {}
@@ -109,9 +111,10 @@ class TrajectoryGroupBuffer:
             return form_groups(episodes)
         doing = f'the grouping hook "{self._hook_name}" failed on task "{episodes[0].task_id}"'
         try:
-            groups = list(self._grouping(episodes))
+            with contained("it", self._hook_timeout_s):
+                groups = list(self._grouping(episodes))
         except Exception as cause:  # ours too: only the hook's name says where to look
-            raise WorkflowError(f"{doing}: {type(cause).__name__}: {cause}") from cause
+            raise WorkflowError(f"{doing}: {reason_of(cause)}") from cause
         wrong = [type(group).__name__ for group in groups if not isinstance(group, TrajectoryGroup)]
         if wrong:
             raise WorkflowError(f"{doing}: it must return TrajectoryGroups, got {wrong[0]}")

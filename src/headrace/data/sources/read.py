@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.errors import ConfigError, DataError
+from headrace.errors import ConfigError, DataError, HeadraceError
 from headrace.registry import call_with, names, resolve
+from headrace.usercode import is_interrupt, where_it_failed
 
 GENERATED, HUB = "reasoning_gym:", "hf:"
 _SAVED = ("dataset_info.json", "dataset_dict.json")  # what `save_to_disk` leaves in its folder
@@ -58,11 +59,26 @@ def _reader_of(source: str) -> str | None:
 
 
 def _call(source: str, args: dict[str, Any]) -> Iterable[Any]:
-    return call_with(resolve("tasks", source), args, f'the task source "{source}"')
+    what = f'the task source "{source}"'
+    try:
+        return call_with(resolve("tasks", source), args, what)
+    except HeadraceError:
+        raise
+    except Exception as error:
+        raise DataError(f"{what} failed: {where_it_failed(error)}") from error
 
 
 def _numbered(values: Iterable[Any], name: str) -> Iterator[Row]:
-    return (Row(number, f"{name}, row {number}", value) for number, value in enumerate(values, 1))
+    number = 0
+    try:
+        for number, value in enumerate(values, 1):
+            yield Row(number, f"{name}, row {number}", value)
+    except (HeadraceError, GeneratorExit):
+        raise
+    except BaseException as error:  # a generator of the user's; sys.exit in it would end the process without a word
+        if is_interrupt(error):
+            raise
+        raise DataError(f'the task source "{name}" failed after {number} rows: {where_it_failed(error)}') from error
 
 
 def checked_file(source: str, args: dict[str, Any]) -> Path:
