@@ -125,6 +125,8 @@ def assemble(
     data = load_training(config.data, tasks)
     warn_of_bad_rows(data, "the training tasks")
     sampler = make_sampler(config.data, data, config.fresh_groups, config.run.seed)
+    if judge is not None and config.algorithm.objective != "sft":
+        _check_tasks(judge, data.tasks)
     sets = _evaluation_sets(config, eval_tasks, data)
     check_overlap(config.data, data.tasks, {name: tasks for name, (_, tasks) in sets.items()})
     demonstrations = demonstration_sampler(config)
@@ -216,10 +218,20 @@ def _evaluating(
     metrics: dict[str, MetricFunction],
     new_manager: Callable[[RunFunction, Judger | None], AgentLoopManager],
 ) -> tuple[AgentLoopManager, Evaluator]:
+    for name, (_, tasks) in sets.items():
+        _, judge = ways.get(name, ways[None])
+        if judge is not None:
+            _check_tasks(judge, tasks)
     managers = {name: new_manager(*way) for name, way in ways.items() if name is not None}
     limit_s = config.trainer.hook_timeout_s
     evaluator = Evaluator(sets, config.rollout, config.run.seed, metrics, managers, limit_s)
     return new_manager(*ways[None]), evaluator
+
+
+def _check_tasks(judge: Judger, tasks: Sequence[Task]) -> None:
+    """Tasks that cannot be judged are found now, not when an episode of theirs is complete."""
+    for task in tasks:
+        judge.check_task(task)
 
 
 def _lend_policy(judge: Judger | None, ask: Any) -> None:

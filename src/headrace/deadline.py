@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 from weakref import WeakSet
@@ -23,6 +24,8 @@ T = TypeVar("T")
 
 _depth: ContextVar[int] = ContextVar("headrace_user_calls", default=0)
 """How many calls of user code the current task is inside."""
+_innermost: ContextVar[Call | None] = ContextVar("headrace_user_call", default=None)
+"""The innermost of them."""
 _tasks: WeakSet[asyncio.Task[Any]] = WeakSet()
 
 
@@ -37,8 +40,12 @@ class Call:
     def __init__(self, what: str, limit_s: float | None = None) -> None:
         self._what = what
         self._limit_s = limit_s
+        self._outer: Call | None = None
         self._stopping = False
         self._over: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._pauses = 0
+        self._left_s = limit_s
         self.late = False
         """Whether its time was over before it had ended."""
 
@@ -47,25 +54,49 @@ class Call:
         if self._over is not None and not self._over.done():
             self._over.set_result(None)
 
+    def pause(self) -> None:
+        """Stop the clock, and those of the calls around it; several tasks inside may do so at once."""
+        if self._outer is not None:
+            self._outer.pause()
+        self._pauses += 1
+        if self._pauses == 1 and self._timer is not None:
+            self._left_s = self._timer.when() - asyncio.get_running_loop().time()
+            self._timer.cancel()
+            self._timer = None
+
+    def resume(self) -> None:
+        """Let the clock run again, with what was left."""
+        if self._outer is not None:
+            self._outer.resume()
+        self._pauses -= 1
+        if self._pauses == 0:
+            self._start_clock()
+
+    def _start_clock(self) -> None:
+        if self._left_s is not None and self._over is not None and not self._over.done():
+            self._timer = asyncio.get_running_loop().call_later(self._left_s, self.expire)
+
     async def run(self, work: Callable[[], Awaitable[T]]) -> T:
         """What `work` returns or raises; a DeadlineError if it takes too long."""
         loop = asyncio.get_running_loop()
         _contain_tasks_of(loop)
         depth = _depth.get() + 1
-        inside = _depth.set(depth)
+        self._outer = _innermost.get()
+        inside, around = _depth.set(depth), _innermost.set(self)
         task = loop.create_task(self._contained(work))
         _depth.reset(inside)
+        _innermost.reset(around)
         _tasks.add(task)
         self._over = loop.create_future()
-        timer = loop.call_later(self._limit_s, self.expire) if self._limit_s is not None else None
+        self._start_clock()
         try:
             await asyncio.wait({task, self._over}, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
             await self._stop(task, depth)
             raise
         finally:
-            if timer is not None:
-                timer.cancel()
+            if self._timer is not None:
+                self._timer.cancel()
         if not task.done():
             self.late = True
             await self._stop(task, depth)
@@ -93,6 +124,23 @@ class Call:
     async def _stop(self, task: asyncio.Task[Any], depth: int) -> None:
         self._stopping = True
         await end_task(task, self._what, threads.GRACE_S / depth)  # a call inside is given up before the one around it
+
+
+@contextmanager
+def own_limits() -> Iterator[None]:
+    """Around work that has limits of its own, and queueing for it: the clock of the call around it stands still.
+
+    Otherwise an answer that takes its judger long on purpose would be a failure of judging, which is not trained.
+    """
+    call = _innermost.get()
+    if call is None:
+        yield
+        return
+    call.pause()
+    try:
+        yield
+    finally:
+        call.resume()
 
 
 async def call_user(

@@ -52,6 +52,9 @@ class Judger(ABC):
         """What its verdicts are recorded under."""
         return type(self).__name__
 
+    def check_task(self, task: Task) -> None:  # noqa: B027  # most judgers take any task
+        """DataError for a task that cannot be judged; asked of every task before the run starts."""
+
     @abstractmethod
     async def judge(self, task: Task, episode: Episode) -> Verdict:
         """The reward of the episode, and whether it counts as correct."""

@@ -1,39 +1,31 @@
 """Code with tests: the last Python block of the reply, run with the task's tests in a sandbox.
 
-A test is a pair of input and output, or an assert statement. Expected outputs stay here: the program is only asked
-what it prints or what an expression is worth, and so it cannot know what to fake. An assert that is no comparison with
-a plain value has to run beside the program; its result comes with a secret of the run.
+A test is a pair of input and output, or asserts. Expected outputs stay here: the program is only asked what it prints,
+and what its functions return as plain data; all comparing is done here. Asserts for which that is not possible would
+have to run beside the program, which can forge their result: they are refused unless they are allowed by name.
 """
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import json
 import re
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from headrace.data.episode import Episode
 from headrace.data.task import Task
+from headrace.deadline import own_limits
 from headrace.errors import ConfigError, DataError
+from headrace.judge.asserts import Asserts, read_asserts
 from headrace.judge.base import Judger, Verdict
+from headrace.judge.evaluate import Evaluator
 from headrace.judge.extract import LONGEST_TEXT, in_tags
-from headrace.judge.guest import GUEST, says
+from headrace.judge.guest import GUEST
 from headrace.judge.sandbox import Mode, Sandbox, SandboxLimits
+from headrace.judge.session import Session
 
 _BLOCK = re.compile(r"^```[ \t]*(python3?|py)?[ \t]*\n(.*?)^```", re.MULTILINE | re.DOTALL | re.IGNORECASE)
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """A test as it is sent to the program (`source`), and what stays here (`expected`)."""
-
-    kind: str  # "value": an expression is worth `expected`; "truth": it is true, or false; "assert": a statement
-    source: str
-    expected: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,41 +45,38 @@ def solution_in(text: str) -> str | None:
     return in_tags(text[-LONGEST_TEXT:])
 
 
-def read_tests(task: Task) -> tuple[list[Check], list[InputOutput]]:
-    """The tests of `metadata["tests"]`; a task without any is an error, not a wrong answer."""
-    tests = task.metadata.get("tests")
+def read_tests(task: Task, allow_forgeable: bool = False) -> tuple[list[Asserts], list[InputOutput]]:
+    """The tests of `metadata["tests"]`; a task without usable ones is an error, not a wrong answer."""
+    tests, entry_point = task.metadata.get("tests"), task.metadata.get("entry_point")
     tests = [tests] if isinstance(tests, str) else tests
     if not isinstance(tests, list) or not tests:
         raise DataError(f'task "{task.id}" has no tests; put a list of asserts, or of input and output, into metadata')
+    if entry_point is not None and not isinstance(entry_point, str):
+        raise DataError(f'task "{task.id}": metadata entry_point must be the name of a function, got {entry_point!r}')
     checks, pairs = [], []
     for test in tests:
         if isinstance(test, str):
-            checks.append(_check_of(test, task))
+            checks.append(_asserts_of(test, entry_point, task, allow_forgeable))
         elif isinstance(test, dict) and {"input", "output"} <= set(test):
             pairs.append(InputOutput(str(test["input"]), str(test["output"])))
         else:
             raise DataError(f'task "{task.id}": a test is a statement or has input and output, got {str(test)[:80]!r}')
-    return checks, pairs
+    # what must run beside the program comes last: what is expected in it is of no use to it then
+    return sorted(checks, key=lambda check: check.problem is not None), pairs
 
 
-def _check_of(source: str, task: Task) -> Check:
+def _asserts_of(source: str, entry_point: str | None, task: Task, allow_forgeable: bool) -> Asserts:
     try:
-        statements = ast.parse(source).body
+        found = read_asserts(source, entry_point)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise DataError(f'task "{task.id}": the test {source[:80]!r} is no Python: {error}') from None
-    if len(statements) != 1 or not isinstance(statements[0], ast.Assert):
-        return Check("assert", source)
-    test = statements[0].test
-    if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], (ast.Eq, ast.Is)):
-        try:
-            return Check("value", ast.unparse(test.left), ast.literal_eval(test.comparators[0]))
-        except (ValueError, TypeError):
-            return Check("assert", source)
-    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        return Check("truth", ast.unparse(test.operand), False)
-    if isinstance(test, ast.Call):
-        return Check("truth", ast.unparse(test), True)
-    return Check("assert", source)
+    if found.problem is not None and not allow_forgeable:
+        raise DataError(
+            f'task "{task.id}": a program could forge the result of the test {source[:200]!r}: {found.problem}; '
+            "write it as a comparison of what a function returns (docs/judgers.md says which forms there are), or set "
+            "the judger's argument allow_forgeable = true"
+        )
+    return found
 
 
 class CodeJudger(Judger):
@@ -103,68 +92,74 @@ class CodeJudger(Judger):
         output_bytes: int = 262_144,
         sandbox: Mode = "auto",
         workers: int = 2,
+        allow_forgeable: bool = False,
     ) -> None:
         if workers < 1 or timeout_s <= 0:
             raise ConfigError(f"workers and timeout_s must be positive, got {workers} and {timeout_s}")
         self._all_or_nothing = all_or_nothing
+        self._allow_forgeable = allow_forgeable
         limits = SandboxLimits(timeout_s, memory_mb, disk_mb, processes, output_bytes=output_bytes)
         self._sandbox = Sandbox(limits, sandbox)
         self._workers = workers
         self._places = asyncio.Semaphore(workers)
         self._loop: asyncio.AbstractEventLoop | None = None
 
+    def check_task(self, task: Task) -> None:
+        read_tests(task, self._allow_forgeable)
+
     async def judge(self, task: Task, episode: Episode) -> Verdict:
-        checks, pairs = read_tests(task)
+        checks, pairs = read_tests(task, self._allow_forgeable)
         code = solution_in(episode.text)
         passed = 0
         if code is not None:
-            jobs = [self._prints(code, pair) for pair in pairs]
+            jobs = [self._prints_all(code, pairs)]
             if checks:
                 jobs.append(self._satisfies(code, checks))
-            passed = sum(await asyncio.gather(*jobs))
+            with own_limits():  # each program has its own, and a queue of slow ones is no failure of judging
+                passed = sum(await asyncio.gather(*jobs))
         share = passed / (len(checks) + len(pairs))
         reward = float(share == 1.0) if self._all_or_nothing else share
         return Verdict(reward, is_correct=share == 1.0, metrics={"tests_passed": share, "has_code": float(bool(code))})
 
-    async def _run(self, payload: dict[str, Any], stdin: str = "") -> tuple[int | None, bytes, bytes]:
+    def _slots(self) -> asyncio.Semaphore:
         loop = asyncio.get_running_loop()
         if self._loop is not loop:  # of an earlier asyncio.run
             self._loop, self._places = loop, asyncio.Semaphore(self._workers)
-        async with self._places:
-            ran = await self._sandbox.run(GUEST, json.dumps(payload).encode(), stdin.encode(errors="replace"))
-        return ran.status, ran.output, ran.report
+        return self._places
 
-    async def _prints(self, code: str, pair: InputOutput) -> int:
-        status, output, _ = await self._run({"code": code, "checks": None}, pair.given)
-        return int(status == 0 and _same_output(output.decode(errors="replace"), pair.expected))
+    async def _prints_all(self, code: str, pairs: Sequence[InputOutput]) -> int:
+        """How many outputs are right; after one for which the program had to be killed, the rest counts as wrong."""
+        payload = json.dumps({"code": code}).encode()
+        killed = False
 
-    async def _satisfies(self, code: str, checks: Sequence[Check]) -> int:
-        """How many of the checks hold; what was reported before the program was killed counts."""
-        token = secrets.token_hex(16)
-        asked = [[check.kind, check.source] for check in checks]
-        _, _, report = await self._run({"code": code, "checks": asked, "token": token})
-        first: dict[int, Any] = {}
-        for line in report.split(b"\n"):
-            if line.startswith(token.encode()) and (found := _read_report(line[len(token) :])) is not None:
-                first.setdefault(found[0], found[1])
-        return sum(number in first and _holds(check, first[number]) for number, check in enumerate(checks))
+        async def prints(pair: InputOutput) -> bool:
+            nonlocal killed
+            async with self._slots():
+                if killed:
+                    return False
+                ran = await self._sandbox.run(GUEST, payload, pair.given.encode(errors="replace"))
+            killed = killed or ran.status is None
+            return ran.status == 0 and _same_output(ran.output.decode(errors="replace"), pair.expected)
+
+        return sum(await asyncio.gather(*(prints(pair) for pair in pairs)))
+
+    async def _satisfies(self, code: str, checks: Sequence[Asserts]) -> int:
+        """How many of the checks hold; those before the program ended or was killed count."""
+        async with self._slots():
+            return await self._sandbox.talk(
+                GUEST, {"code": code}, lambda session: sum(_holds(check, session) for check in checks)
+            )
 
 
-def _read_report(line: bytes) -> tuple[int, Any] | None:
+def _holds(check: Asserts, session: Session) -> bool:
     try:
-        number, said = json.loads(line)
-    except (ValueError, TypeError, RecursionError):
-        return None
-    return (number, said) if type(number) is int else None
-
-
-def _holds(check: Check, said: Any) -> bool:
-    if check.kind == "assert":
-        return said is True
-    try:
-        return said is check.expected if check.kind == "truth" else says(said, check.expected)
-    except (ValueError, TypeError, RecursionError, KeyError, OverflowError):
+        if check.problem is not None:
+            session.ask("run", check.source)
+        else:
+            Evaluator(session, check.guest_names).run(check.tree)
+    except Exception:  # whatever the program has said, and whatever came of it here, is its own fault
         return False
+    return True
 
 
 def _same_output(said: str, wanted: str) -> bool:

@@ -35,6 +35,10 @@ class Holder(Judger):
 
     _closed = False
 
+    def check_task(self, task: Task) -> None:
+        for judger in self.held():
+            judger.check_task(task)
+
     async def close(self) -> None:
         """Close those that hold something, once: training and evaluation share them."""
         held, self._closed = [] if self._closed else self.held(), True

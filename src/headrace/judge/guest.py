@@ -1,95 +1,92 @@
-"""What runs in the sandbox beside a solution (`GUEST`), and how the values that it reports are compared (`says`)."""
+"""What runs in the sandbox beside a solution (`GUEST`).
+
+It answers requests (see `session.py`) with plain values. The solution shares its interpreter and can make it say
+anything; that is taken into account where the answers are read.
+"""
 
 from __future__ import annotations
-
-from typing import Any
 
 # Plain values become JSON with tags; ints as hexadecimal text, which has no limit of length and is read in linear time.
 GUEST = r"""
 import json, os, sys
 def main():
-    dumps, write, hexed, isa, plain_types = json.dumps, os.write, hex, isinstance, (str, bool, type(None))
-    def plain(value):
-        if type(value) in plain_types: return value
-        if isa(value, bool): return bool(value)
+    dumps, loads, write, read, hexed, isa = json.dumps, json.loads, os.write, os.read, hex, isinstance
+    def plain(value, depth=0):
+        if depth > 99: raise TypeError("too deep")
+        kind = type(value)
+        if value is None or kind is bool or kind is str: return value
         if isa(value, int): return {"i": hexed(int(value))}
         if isa(value, float): return {"f": float.hex(float(value))}
-        if isa(value, str): return str(value)
-        if isa(value, bytes): return {"y": value.hex()}
-        if isa(value, list): return {"l": [plain(item) for item in value]}
-        if isa(value, tuple): return {"t": [plain(item) for item in value]}
-        if isa(value, frozenset): return {"s": [plain(item) for item in value]}
-        if isa(value, set): return {"s": [plain(item) for item in value]}
-        if isa(value, dict): return {"d": [[plain(key), plain(item)] for key, item in value.items()]}
-        if hasattr(value, "as_integer_ratio"): return {"r": [hexed(int(part)) for part in value.as_integer_ratio()]}
-        raise TypeError(type(value).__name__)
+        if isa(value, str): return str.__str__(value)
+        if isa(value, (bytes, bytearray)): return {"y": value.hex()}
+        if isa(value, complex): return {"c": [float.hex(value.real), float.hex(value.imag)]}
+        deeper = depth + 1
+        if isa(value, list): return {"l": [plain(item, deeper) for item in value]}
+        if isa(value, tuple): return {"t": [plain(item, deeper) for item in value]}
+        if isa(value, (set, frozenset)): return {"s": [plain(item, deeper) for item in value]}
+        if isa(value, dict): return {"d": [[plain(key, deeper), plain(item, deeper)] for key, item in value.items()]}
+        if not isa(value, type) and hasattr(value, "as_integer_ratio"):
+            return {"r": [hexed(int(part)) for part in value.as_integer_ratio()]}
+        raise TypeError(kind.__name__)
+    def given(value):
+        if type(value) is not dict: return value
+        ((tag, inner),) = value.items()
+        if tag == "i": return int(inner, 16)
+        if tag == "f": return float.fromhex(inner)
+        if tag == "y": return bytes.fromhex(inner)
+        if tag == "c": return complex(*[float.fromhex(part) for part in inner])
+        if tag == "l": return [given(item) for item in inner]
+        if tag == "t": return tuple([given(item) for item in inner])
+        if tag == "s": return set([given(item) for item in inner])
+        if tag == "d": return {given(key): given(item) for key, item in inner}
+        if tag == "h": return handles[inner]
+        if tag == "e": return eval(inner, names)
+        if tag == "S": return slice(*[given(part) for part in inner])
+        if tag == "a": return getattr(handles[inner[0]], inner[1])
+        if tag == "r":
+            import fractions
+            return fractions.Fraction(*[int(part, 16) for part in inner])
+    def answered(request):
+        what, rest = request[0], request[1:]
+        if what == "call":
+            return given(rest[0])(*[given(one) for one in rest[1]], **{key: given(one) for key, one in rest[2].items()})
+        if what == "get": return given(rest[0])
+        if what == "item": return given(rest[0])[given(rest[1])]
+        if what == "setitem": given(rest[0])[given(rest[1])] = given(rest[2])
+        if what == "setattr": setattr(given(rest[0]), rest[1], given(rest[2]))
+        if what == "run": exec(compile(rest[0], "test.py", "exec"), names); return True
+    def exactly(count):
+        found = b""
+        while len(found) < count:
+            more = read(asked, min(count - len(found), 65536))
+            if not more: os._exit(0)
+            found += more
+        return found
     with os.fdopen(int(sys.argv[1]), "rb") as file: payload = json.load(file)
-    report = os.dup(2)
     os.dup2(os.open("/dev/null", os.O_WRONLY), 2)
     sys.argv = ["solution.py"]
-    checks, token, code = payload["checks"], payload.get("token"), payload["code"]
+    code, pipes = payload["code"], payload.get("pipes")
     del payload
-    if checks is None:
+    if pipes is None:
         import types
         module = sys.modules["__main__"] = types.ModuleType("__main__")
         exec(compile(code, "solution.py", "exec"), module.__dict__)
         return
-    names = {"__name__": "solution"}
+    asked, told = pipes
+    names, handles = {"__name__": "solution"}, []
     exec(compile(code, "solution.py", "exec"), names)
-    for number, (kind, source) in enumerate(checks):
+    while True:
+        request = loads(exactly(int.from_bytes(exactly(4), "big")))
+        value = None
         try:
-            if kind == "assert":
-                exec(compile(source, "test.py", "exec"), names)
-                said = True
-            elif kind == "truth": said = True if eval(compile(source, "test.py", "eval"), names) else False
-            else: said = plain(eval(compile(source, "test.py", "eval"), names))
-        except BaseException:
-            said = None if kind == "assert" else {"x": 0}
-        line = (token + dumps([number, said]) + "\n").encode()
-        while line: line = line[write(report, line):]
+            value = answered(request)
+            try: said = ["v", plain(value)]
+            except Exception: said = ["o"]
+        except BaseException as error:
+            said = ["x", [kind.__name__ for kind in type(error).__mro__]]
+        handles.append(value)
+        body = dumps(said).encode()
+        body = len(body).to_bytes(4, "big") + body
+        while body: body = body[write(told, body):]
 main()
 """
-
-
-def says(said: Any, wanted: Any) -> bool:
-    """Whether a reported value equals the wanted one, as Python's == has it.
-
-    Goes by what is wanted: whatever was said, no more work is done than the wanted value is worth.
-    """
-    if not isinstance(said, dict):
-        return said == wanted and isinstance(said, (str, bool, type(None)))
-    ((tag, value),) = said.items()
-    if tag in ("i", "f", "y"):
-        return bool(_leaf(tag, value) == wanted)
-    if tag == "r":  # a fraction, a decimal, a number of numpy
-        if not isinstance(wanted, (int, float)):
-            return False
-        above, below = wanted.as_integer_ratio()
-        return int(value[0], 16) * below == above * int(value[1], 16)
-    if tag in ("l", "t"):
-        alike = isinstance(wanted, list if tag == "l" else tuple) and len(value) == len(wanted)
-        return alike and all(says(*pair) for pair in zip(value, wanted, strict=True))
-    if tag == "s":
-        return isinstance(wanted, (set, frozenset)) and len(value) == len(wanted) and set(map(_key, value)) == wanted
-    if tag == "d":
-        if not isinstance(wanted, dict) or len(value) != len(wanted):
-            return False
-        found = {_key(key): item for key, item in value}
-        return found.keys() == wanted.keys() and all(says(item, wanted[key]) for key, item in found.items())
-    return False
-
-
-def _leaf(tag: str, value: str) -> Any:
-    return int(value, 16) if tag == "i" else float.fromhex(value) if tag == "f" else bytes.fromhex(value)
-
-
-def _key(said: Any) -> Any:
-    """A value that can stand in a set."""
-    if not isinstance(said, dict):
-        return said
-    ((tag, value),) = said.items()
-    if tag == "t":
-        return tuple(_key(item) for item in value)
-    if tag == "s":
-        return frozenset(_key(item) for item in value)
-    return _leaf(tag, value)

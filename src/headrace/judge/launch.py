@@ -3,11 +3,16 @@
 SPEC is JSON (see `Sandbox._spec`). In mode "namespace" the process makes namespaces of its own (mounts, processes,
 network) and a root folder that holds the interpreter and nothing else; three processes stand in a row: this one,
 the first process of the new process namespace (when it ends, the kernel kills all others in it), and the program.
-In mode "seccomp" this process becomes the program, under a filter of system calls.
+In the other modes this process stays as supervisor of the program: it adopts whatever the program starts, watches its
+folder, and kills all of it when the program or Headrace ends. In mode "seccomp" the program is under Landlock.
+
+The pipe `status` gets "+" right before the program starts, and why, if it cannot be started; the program has no end of
+it. In both modes the program is under a filter of system calls (`seccomp.py`), whose instructions are in SPEC.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -26,16 +31,11 @@ _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _NOBODY = 65534
 _WORK = "/work"
 
-# architecture: audit number, and the calls that are refused
-_REFUSED = {
-    "x86_64": (
-        0xC000003E,
-        # socket, kill, ptrace, setpgid, setsid, rt_sigqueueinfo, tkill, tgkill, rt_tgsigqueueinfo, prlimit64,
-        # process_vm_readv, process_vm_writev, pidfd_send_signal, io_uring_setup, pidfd_open
-        (41, 62, 101, 109, 112, 129, 200, 234, 297, 302, 310, 311, 424, 425, 434),
-    ),
-    "aarch64": (0xC00000B7, (198, 129, 117, 154, 157, 138, 130, 131, 240, 261, 270, 271, 424, 425, 434)),
-}
+_SET_SUBREAPER, _SET_KEEPCAPS, _AMBIENT, _AMBIENT_RAISE, _READ_SEARCH = 36, 8, 47, 2, 2
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # Landlock, on every architecture
+_READ, _FILE_WRITE = 0b1101, 0x4002  # execute, read files and folders; write and truncate a file
+_WATCH_S = 0.05
+_MOST_FILES = 10_000
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -128,28 +128,148 @@ def _limit(limits: dict[str, int]) -> None:
         resource.setrlimit(number, (most, most))
 
 
-def _filter_calls() -> None:
-    """A seccomp filter: refused calls fail with EPERM, those of another architecture kill the process."""
-    audit, refused = _REFUSED[platform.machine()]
-    rows = [(0x20, 0, 0, 4), (0x15, 1, 0, audit), (0x06, 0, 0, 0x80000000), (0x20, 0, 0, 0)]
-    if platform.machine() == "x86_64":  # numbers of the x32 interface
-        rows += [(0x35, 0, 1, 0x40000000), (0x06, 0, 0, 0x80000000)]
-    for number in refused:
-        rows += [(0x15, 0, 1, number), (0x06, 0, 0, 0x00050001)]
-    rows.append((0x06, 0, 0, 0x7FFF0000))
-    code = b"".join(struct.pack("HBBI", *row) for row in rows)
-    buffer = ctypes.create_string_buffer(code, len(code))
-    program = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(rows), ctypes.addressof(buffer)))
+def _filter_calls(instructions: bytes) -> None:
+    buffer = ctypes.create_string_buffer(instructions, len(instructions))
+    program = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(instructions) // 8, ctypes.addressof(buffer)))
     _checked(_libc.prctl(_SET_SECCOMP, 2, ctypes.byref(program), 0, 0), "seccomp")
+
+
+def _landlock_version() -> int:
+    """0 without Landlock."""
+    return max(_libc.syscall(ctypes.c_long(_CREATE_RULESET), None, ctypes.c_size_t(0), 1), 0)
+
+
+def _new_ruleset(version: int, readable: list[str], folder: str) -> int:
+    """Read the interpreter and the system's libraries, write in the folder, and nothing else; no signals to others."""
+    files = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
+    # by version: files only; with TCP; with abstract unix sockets and signals
+    attributes = struct.pack("QQQ", files, 3, 3)[: 8 if version < 4 else 16 if version < 6 else 24]
+    number = ctypes.c_long(_CREATE_RULESET)
+    ruleset = _libc.syscall(number, attributes, ctypes.c_size_t(len(attributes)), 0)
+    _checked(min(ruleset, 0), "Landlock")
+    for path in [*readable, folder]:
+        access = files if path == folder else _READ if os.path.isdir(path) else (_READ & ~8) | _FILE_WRITE
+        opened = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        rule = struct.pack("=Qi", access & files, opened)
+        _checked(_libc.syscall(ctypes.c_long(_ADD_RULE), ruleset, 1, rule, 0), f"Landlock rule for {path}")
+        os.close(opened)
+    return ruleset
+
+
+def _readable_by_all(path: str) -> bool:
+    while os.stat(path).st_mode & 0o001:
+        if path == "/":
+            return True
+        path = os.path.dirname(path)
+    return False
+
+
+def _leave_root(spec: dict[str, Any], restricted: bool) -> None:
+    """Become nobody. An interpreter in a private folder (of root) stays readable, which takes a capability.
+
+    Landlock holds for that, too: nothing else becomes readable by it.
+    """
+    if all(_readable_by_all(path) for path in (spec["command"][0], *spec["paths"])):
+        _become_nobody()
+        return
+    if not restricted:
+        raise PermissionError(f"user {_NOBODY} may not read {spec['command'][0]}, and there is no Landlock")
+    _prctl(_SET_KEEPCAPS, 1)
+    _become_nobody()
+    kept = struct.pack("6I", *[1 << _READ_SEARCH] * 3, 0, 0, 0)
+    _checked(_libc.capset(struct.pack("Ii", 0x20080522, 0), kept), "capset")
+    _checked(_libc.prctl(_AMBIENT, _AMBIENT_RAISE, ctypes.c_ulong(_READ_SEARCH), 0, 0), "ambient capability")
+
+
+def _volunteer() -> None:
+    """When memory runs out, this goes before anything of the run does."""
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")
 
 
 def _become(spec: dict[str, Any]) -> None:
     """The program, under its limits."""
     _limit(spec["limits"])
     _prctl(_NO_NEW_PRIVS, 1)
-    if spec["mode"] == "seccomp":
-        _filter_calls()
+    if spec["filter"]:
+        _filter_calls(bytes.fromhex(spec["filter"]))
+    os.write(spec["status"], b"+")
     os.execve(spec["command"][0], spec["command"], spec["environment"])
+
+
+def _become_beside(spec: dict[str, Any], as_root: bool) -> None:
+    """The program, without namespaces of its own."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    _prctl(_SET_PDEATHSIG, signal.SIGKILL)
+    _volunteer()
+    if spec["mode"] == "seccomp":
+        version = _landlock_version()
+        if not version and spec["needs_landlock"]:
+            raise OSError("Landlock is not available (it takes Linux 5.13 or later, with it enabled)")
+        ruleset = _new_ruleset(version, spec["paths"], spec["root"]) if version else None
+        if as_root:
+            _leave_root(spec, ruleset is not None)
+            _prctl(_SET_PDEATHSIG, signal.SIGKILL)  # forgotten when the user changes
+        if ruleset is not None:
+            _prctl(_NO_NEW_PRIVS, 1)
+            _checked(_libc.syscall(ctypes.c_long(_RESTRICT_SELF), ruleset, 0), "Landlock")
+            os.close(ruleset)
+    _become(spec)
+
+
+def _kill_children() -> None:
+    """Whatever the program has started was adopted by this process; new ones come for as long as an old one lives."""
+    for _ in range(5000):
+        with open(f"/proc/self/task/{os.getpid()}/children") as file:
+            for child in file.read().split():
+                os.kill(int(child), signal.SIGKILL)
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return
+    os.killpg(0, signal.SIGKILL)
+
+
+def _is_over(folder: str, megabytes: int) -> bool:
+    """Whether a folder holds more than it may, by size or by number of files."""
+    size, count, folders = 0, 0, [folder]
+    while folders and count <= _MOST_FILES and size <= megabytes << 20:
+        with contextlib.suppress(OSError), os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                count += 1
+                with contextlib.suppress(OSError):
+                    size += entry.stat(follow_symlinks=False).st_blocks * 512
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(entry.path)
+    return count > _MOST_FILES or size > megabytes << 20
+
+
+def _supervise(spec: dict[str, Any], as_root: bool) -> int:
+    """Start the program, wait for it, and leave nothing of it behind."""
+    _prctl(_SET_SUBREAPER, 1)
+    signals = (signal.SIGCHLD, signal.SIGTERM)
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    program = os.fork()
+    if program == 0:
+        _become_beside(spec, as_root)
+    os.close(spec["status"])
+    _prctl(_SET_DUMPABLE, 0)
+    _prctl(_SET_PDEATHSIG, signal.SIGTERM)  # a signal to be waited for, in place of the end
+    status = -signal.SIGKILL
+    while os.getppid() == spec["parent"]:
+        got = signal.sigtimedwait(signals, _WATCH_S)
+        if got is not None and got.si_signo == signal.SIGTERM:
+            break
+        ended, how = os.waitpid(-1, os.WNOHANG)
+        while ended not in (0, program):
+            ended, how = os.waitpid(-1, os.WNOHANG)
+        if ended == program:
+            status = os.waitstatus_to_exitcode(how)
+            break
+        if _is_over(spec["root"], spec["disk_mb"]):
+            break
+    _kill_children()
+    return status & 0xFF
 
 
 def _first_process(spec: dict[str, Any], as_root: bool) -> int:
@@ -161,39 +281,44 @@ def _first_process(spec: dict[str, Any], as_root: bool) -> int:
             _become_nobody()
             _libc.unshare(_NEWUSER)  # for a count of processes of its own; the limits hold without it, too
         _become(spec)
+    os.close(spec["status"])
     while True:
         ended, status = os.wait()
         if ended == program:
             return os.waitstatus_to_exitcode(status) & 0xFF
 
 
+def _in_namespaces(spec: dict[str, Any], as_root: bool) -> int:
+    _volunteer()
+    _make_namespaces(as_root)
+    _die_with(spec["parent"])  # forgotten in a new user namespace
+    alive, held = os.pipe()
+    first = os.fork()
+    if first == 0:
+        os.close(held)
+        _prctl(_SET_PDEATHSIG, signal.SIGKILL)
+        if _is_hung_up(alive):  # ended before that; the new namespace does not know its number
+            os._exit(1)
+        _prctl(_SET_DUMPABLE, 0)
+        os._exit(_first_process(spec, as_root))
+    os.close(spec["status"])
+    return os.waitstatus_to_exitcode(os.waitpid(first, 0)[1]) & 0xFF
+
+
 def main() -> None:
-    """Start what the specification says; status 125 says that the sandbox itself could not be made."""
+    """Start what the specification says."""
     spec = json.loads(sys.argv[1])
+    os.set_inheritable(spec["status"], False)
     try:
         _die_with(spec["parent"])
-        as_root = os.geteuid() == 0
-        if spec["mode"] == "seccomp":
-            if as_root:
-                _become_nobody()
-                _die_with(spec["parent"])  # forgotten when the user changes
-            _become(spec)
-        elif spec["mode"] == "none":
-            _become(spec)
-        _make_namespaces(as_root)
-        _die_with(spec["parent"])  # forgotten in a new user namespace, too
-        alive, held = os.pipe()
-        first = os.fork()
-        if first == 0:
-            os.close(held)
-            _prctl(_SET_PDEATHSIG, signal.SIGKILL)
-            if _is_hung_up(alive):  # ended before that; the new namespace does not know its number
-                os._exit(1)
-            _prctl(_SET_DUMPABLE, 0)
-            os._exit(_first_process(spec, as_root))
-        os._exit(os.waitstatus_to_exitcode(os.waitpid(first, 0)[1]) & 0xFF)
+        for group in spec["cgroups"]:
+            with open(f"{group}/cgroup.procs", "w") as file:
+                file.write("0")
+        start = _in_namespaces if spec["mode"] == "namespace" else _supervise
+        os._exit(start(spec, os.geteuid() == 0))
     except BaseException as error:
-        os.write(2, f"sandbox: {error}\n".encode())
+        with contextlib.suppress(OSError):
+            os.write(spec["status"], f"{error}"[:500].encode())
         os._exit(125)
 
 

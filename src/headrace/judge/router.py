@@ -45,13 +45,21 @@ class Router(Holder):
         self._judgers = {source: make_judger(given, f'judge.routes."{source}"') for source, given in routes.items()}
 
     async def judge(self, task: Task, episode: Episode) -> Verdict:
-        judger = self._judgers.get(task.source) or self._judgers.get("*")
+        judger = self._judger_of(task)
         if judger is None:
             raise RouteError(
                 f'task "{task.id}" has the source "{task.source}", for which judge.routes has no judger'
                 f'{nearest(task.source, self._judgers)}; add a route for it, or one for "*"'
             )
         return await judger.judge(task, episode)
+
+    def check_task(self, task: Task) -> None:
+        judger = self._judger_of(task)
+        if judger is not None:  # a route that is missing is reported when a task takes it
+            judger.check_task(task)
+
+    def _judger_of(self, task: Task) -> Judger | None:
+        return self._judgers.get(task.source) or self._judgers.get("*")
 
     def held(self) -> list[Judger]:
         return list(self._judgers.values())

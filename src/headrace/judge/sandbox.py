@@ -1,8 +1,8 @@
 """Runs programs that nobody has read, in processes of their own: limited, without network, killed when late.
 
 Three modes, strongest first: "namespace" (namespaces of its own, and a root folder that holds only the interpreter),
-"seccomp" (a filter of system calls; files of other users stay as protected as they are), "none" (limits only).
-"auto" takes the first of the first two that works here; which one does is tried once.
+"seccomp" (Landlock over files, and a stricter filter of system calls), "none" (limits only). "auto" takes the first of
+the first two that works here; which one does is tried once.
 """
 
 from __future__ import annotations
@@ -12,21 +12,30 @@ import contextlib
 import json
 import logging
 import os
+import platform
 import signal
 import sys
 import tempfile
+import threading
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, TypeVar
 
 from headrace.errors import ConfigError, InfrastructureError
+from headrace.judge.cgroups import make_groups, remove_groups
+from headrace.judge.folders import remove_folder
+from headrace.judge.private import make_private
+from headrace.judge.seccomp import call_filter
+from headrace.judge.session import Session
 
 log = logging.getLogger("headrace")
 
+T = TypeVar("T")
 Mode = Literal["auto", "namespace", "seccomp", "none"]
 _LAUNCHER = Path(__file__).with_name("launch.py")
-_NO_SANDBOX = 125  # exit status of the launcher
-_START_S = 1.0  # on top of the program's own time, for the launcher
+_START_S = 60.0  # for the launcher, on a machine that may be busy: none of it is the program's time
+_END_S = 1.0
 _SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/dev/null", "/dev/zero", "/dev/urandom")
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/work", "OMP_NUM_THREADS": "1"}
 
@@ -49,7 +58,6 @@ class Ran:
 
     status: int | None
     output: bytes
-    report: bytes
 
 
 class Sandbox:
@@ -71,74 +79,122 @@ class Sandbox:
     async def run(self, program: str, payload: bytes, stdin: bytes = b"") -> Ran:
         """Run Python source. It finds `payload` as an open file, whose number is its first argument.
 
-        What it writes to standard output is `output`; what it writes to standard error is `report`.
+        What it writes to standard output is `output`. InfrastructureError if it could not be started, which nothing
+        that it does can bring about.
         """
-        ran = await self._run(await self.mode(), program, payload, stdin)
-        if ran.status == _NO_SANDBOX and ran.report.startswith(b"sandbox: "):
-            raise InfrastructureError(f"a program could not be started: {ran.report.decode(errors='replace').strip()}")
-        return ran
+        return await self._run(await self.mode(), program, payload, stdin)
+
+    async def talk(self, program: str, payload: dict[str, Any], converse: Callable[[Session], T]) -> T:
+        """Run Python source, and in a thread `converse` with it; the program gets the numbers of `pipes` as payload."""
+        mode = await self.mode()
+        with contextlib.ExitStack() as stack:
+            asked, requests = _pipe(stack)
+            answers, told = _pipe(stack)
+            session = Session(requests.fileno(), answers.fileno(), self._limits.time_s, self._limits.output_bytes)
+            body = json.dumps({**payload, "pipes": [asked.fileno(), told.fileno()]}).encode()
+
+            async def until_done(process: asyncio.subprocess.Process) -> T:
+                asked.close()
+                told.close()
+                done = _in_thread(converse, session)
+                try:
+                    return await asyncio.shield(done)
+                finally:  # also where the caller gives up: the thread uses the pipes
+                    session.close()
+                    _kill_group(process)
+                    await asyncio.wait([done])
+
+            files = (asked.fileno(), told.fileno())
+            return (await self._in_folder(mode, program, body, b"", until_done, files))[0]
 
     async def _try_modes(self) -> Mode:
         tried: list[Mode] = ["namespace", "seccomp"] if self._asked == "auto" else [self._asked]
         said = []
         for mode in tried:
-            ran = await self._run(mode, "print(6 * 7)", b"", b"")
+            try:
+                ran = await self._run(mode, "print(6 * 7)", b"", b"")
+            except InfrastructureError as error:
+                said.append(f"{mode}: {error}")
+                continue
             if ran.status == 0 and ran.output == b"42\n":
+                if mode == "seccomp":
+                    make_private()
                 if mode != tried[0]:
-                    log.warning('programs run in sandbox mode "%s": %s', mode, "; ".join(said))
+                    _report_once(f'programs of the judger "code" run in sandbox mode "{mode}" ({"; ".join(said)})')
                 return mode
-            said.append(f"{mode}: {ran.report.decode(errors='replace').strip()[:300] or f'status {ran.status}'}")
+            said.append(f"{mode}: a first program ended with status {ran.status}")
         raise InfrastructureError(
-            f'no sandbox works here ({"; ".join(said)}); allow user namespaces, or set sandbox = "none" '
-            "if you trust the programs"
+            f'no sandbox works here ({"; ".join(said)}); allow user namespaces, set sandbox = "seccomp" if programs '
+            'may read the files of your user, or "none" if you trust them'
         )
 
     async def _run(self, mode: Mode, program: str, payload: bytes, stdin: bytes) -> Ran:
-        folder = tempfile.TemporaryDirectory(prefix="headrace-sandbox-", ignore_cleanup_errors=True)
-        os.chmod(folder.name, 0o777 if os.geteuid() == 0 else 0o700)
+        async def until_ended(process: asyncio.subprocess.Process) -> int | None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._limits.time_s):
+                    return await process.wait()
+            return None
+
+        status, output = await self._in_folder(mode, program, payload, stdin, until_ended)
+        return Ran(None, b"") if output is None else Ran(None if output[1] else status, output[0])
+
+    async def _in_folder(
+        self,
+        mode: Mode,
+        program: str,
+        payload: bytes,
+        stdin: bytes,
+        until: Callable[[asyncio.subprocess.Process], Awaitable[T]],
+        files: tuple[int, ...] = (),
+    ) -> tuple[T, tuple[bytes, bool] | None]:
+        """Start a program with a folder and control groups of its own; whatever happens, all of it is removed."""
+        folder = tempfile.mkdtemp(prefix="headrace-sandbox-")
+        os.chmod(folder, 0o777 if os.geteuid() == 0 else 0o700)
+        groups = make_groups(self._limits.processes, self._limits.memory_mb + self._limits.disk_mb)
         try:
-            return await self._run_in(folder.name, mode, program, payload, stdin)
+            with contextlib.ExitStack() as stack:
+                given, asked = (stack.enter_context(_file_with(data)) for data in (payload, stdin))
+                status, told = _pipe(stack)
+                spec = self._spec(
+                    mode, program, folder, given.fileno(), told.fileno(), [str(group) for group in groups]
+                )
+                process = await asyncio.create_subprocess_exec(
+                    *(_interpreter(), "-I", "-S", str(_LAUNCHER), json.dumps(spec)),
+                    stdin=asked,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=asyncio.subprocess.DEVNULL,
+                    cwd=folder,
+                    env={},
+                    pass_fds=(given.fileno(), told.fileno(), *files),
+                    start_new_session=True,
+                )
+                told.close()
+                return await self._watch(process, status, until)
         finally:
-            await asyncio.to_thread(folder.cleanup)  # a program may have left very many files
+            await asyncio.to_thread(_clean_up, folder, groups)  # a program may have left very many files
 
-    async def _run_in(self, folder: str, mode: Mode, program: str, payload: bytes, stdin: bytes) -> Ran:
-        with _file_with(payload) as given, _file_with(stdin) as asked:
-            spec = json.dumps(self._spec(mode, program, folder, given.fileno()))
-            process = await asyncio.create_subprocess_exec(
-                *(_interpreter(), "-I", "-S", str(_LAUNCHER), spec),
-                stdin=asked,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                cwd=folder,
-                env={},
-                pass_fds=(given.fileno(),),
-                start_new_session=True,
-            )
-            return await self._watch(process)
-
-    async def _watch(self, process: asyncio.subprocess.Process) -> Ran:
+    async def _watch(
+        self, process: asyncio.subprocess.Process, status: IO[bytes], until: Callable[..., Awaitable[T]]
+    ) -> tuple[T, tuple[bytes, bool] | None]:
         """Read what it says up to the limit; whatever happens, nothing of it is left running."""
-        assert process.stdout is not None and process.stderr is not None
-        most = self._limits.output_bytes
-        readers = [asyncio.create_task(_read(stream, most, process)) for stream in (process.stdout, process.stderr)]
-        killed = False
+        assert process.stdout is not None
+        reader = asyncio.create_task(_read(process.stdout, self._limits.output_bytes, process))
         try:
-            async with asyncio.timeout(self._limits.time_s + _START_S):
-                await process.wait()
-        except TimeoutError:
-            killed = True
+            await _started(status)
+            result = await until(process)
         finally:  # also where the caller gives up
             _kill_group(process)
-            status = await process.wait()
-            _, late = await asyncio.wait(readers, timeout=_START_S)
-            for reader in late:  # in mode "none" something may have left the group, and holds the pipe
+            await process.wait()
+            _, late = await asyncio.wait([reader], timeout=_END_S)
+            if late:  # in mode "none" something may hold the pipe
                 reader.cancel()
-        if late:
-            return Ran(None, b"", b"")
-        (output, cut), (report, report_cut) = (reader.result() for reader in readers)
-        return Ran(None if killed or cut or report_cut else status, output, report)
+        if failed := _rest_of(status):
+            raise InfrastructureError(f"a program could not be started: {failed}")
+        return result, None if late else reader.result()
 
-    def _spec(self, mode: Mode, program: str, folder: str, payload: int) -> dict[str, Any]:
+    def _spec(
+        self, mode: Mode, program: str, folder: str, payload: int, status: int, cgroups: list[str]
+    ) -> dict[str, Any]:
         limits, mb = self._limits, 1024 * 1024
         seconds = int(limits.time_s) + 1
         paths = [path for path in _SYSTEM if os.path.lexists(path)]
@@ -147,6 +203,10 @@ class Sandbox:
         return {
             "mode": mode,
             "parent": os.getpid(),
+            "status": status,
+            "cgroups": cgroups,
+            "filter": _filter_of(mode),
+            "needs_landlock": self._asked == "auto",
             "root": folder,
             "paths": paths,
             "disk_mb": limits.disk_mb,
@@ -173,6 +233,84 @@ def _file_with(data: bytes) -> IO[bytes]:
     file.write(data)
     file.seek(0)
     return file
+
+
+def _pipe(stack: contextlib.ExitStack) -> tuple[IO[bytes], IO[bytes]]:
+    """Both ends of a pipe."""
+    read, write = os.pipe()
+    return stack.enter_context(os.fdopen(read, "rb", 0)), stack.enter_context(os.fdopen(write, "wb", 0))
+
+
+def _filter_of(mode: Mode) -> str:
+    if mode == "none":
+        return ""
+    try:
+        return call_filter(own_namespaces=mode == "namespace").hex()
+    except KeyError:
+        raise InfrastructureError(f"no filter of system calls is known for {platform.machine()}") from None
+
+
+def _in_thread(converse: Callable[[Session], T], session: Session) -> asyncio.Future[T]:
+    """In a thread of its own: a shared pool could be full of programs that are waited for."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def set_result(result: T | None, error: BaseException | None) -> None:
+        if not done.done():
+            done.set_exception(error) if error is not None else done.set_result(result)  # type: ignore[arg-type]
+
+    def work() -> None:
+        result, error = None, None
+        try:
+            result = converse(session)
+        except BaseException as raised:
+            error = raised
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(set_result, result, error)
+
+    threading.Thread(target=work, daemon=True, name="headrace-judge").start()
+    return done
+
+
+async def _started(status: IO[bytes]) -> None:
+    """Wait until the launcher has said that the program starts now."""
+    loop, ready = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(status.fileno(), ready.set)
+    try:
+        async with asyncio.timeout(_START_S):
+            await ready.wait()
+    except TimeoutError:
+        raise InfrastructureError(f"a program did not start within {_START_S:g} s; the machine is overloaded") from None
+    finally:
+        loop.remove_reader(status.fileno())
+    if (said := os.read(status.fileno(), 1)) != b"+":
+        said += _rest_of(status).encode()
+        why = said.decode(errors="replace") or "the launcher was killed"
+        raise InfrastructureError(f"a program could not be started: {why}")
+
+
+def _rest_of(status: IO[bytes]) -> str:
+    """What the launcher said on top: why the program did not start after all."""
+    os.set_blocking(status.fileno(), False)
+    with contextlib.suppress(BlockingIOError):
+        return os.read(status.fileno(), 1000).decode(errors="replace")
+    return ""
+
+
+def _clean_up(folder: str, groups: list[Path]) -> None:
+    remove_groups(groups)
+    remove_folder(folder)
+
+
+_reported: set[str] = set()
+
+
+def _report_once(text: str) -> None:
+    """On the console and in the log; every judger tries the modes for itself."""
+    if text not in _reported:
+        _reported.add(text)
+        log.warning("%s", text)
+        print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 async def _read(stream: asyncio.StreamReader, most: int, process: asyncio.subprocess.Process) -> tuple[bytes, bool]:

@@ -16,6 +16,8 @@ import signal
 import sys
 import threading
 
+from headrace.judge.private import make_private
+
 _SET_PDEATHSIG = 1
 
 
@@ -37,6 +39,7 @@ def main() -> None:
     _die_with_parent()
     for number in (signal.SIGINT, signal.SIGTERM):  # both are for the run, which may want to finish its step
         signal.signal(number, signal.SIG_IGN)
+    make_private()  # programs in the sandbox may run as the same user, and its environment is that of the run
     name, megabytes = sys.argv[1], int(sys.argv[2])
     module, _, attribute = name.partition(":")
     answers = os.fdopen(os.dup(1), "w", encoding="ascii")

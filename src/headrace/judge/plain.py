@@ -1,0 +1,127 @@
+"""Plain values on their way between a program in the sandbox and the host: tagged JSON, read strictly and bounded.
+
+What comes from the sandbox was written by a program that nobody has read: any bytes are possible. `decode` makes exact
+builtin types of them (and fractions), or raises NotPlainError. Nothing here costs more than the bytes are worth.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from fractions import Fraction
+from typing import Any
+
+_DEEPEST = 100
+_MOST_HEX = 100_000  # digits of an int: 400,000 bits
+_MOST_RATIO_HEX = 2_500  # the greatest common divisor takes quadratic time
+_MOST_ALIKE = 64  # distinct values of one hash, in a set
+
+
+class NotPlainError(Exception):
+    """Not a plain value: malformed, too large, or an object of the program's own."""
+
+
+def read_json(body: bytes) -> Any:
+    """JSON of untrusted bytes."""
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise NotPlainError(f"no JSON: {error}") from None
+
+
+def decode(said: Any, depth: int = 0) -> Any:
+    """The value that tagged JSON stands for."""
+    if said is None or type(said) in (bool, str):
+        return said
+    if type(said) is not dict or len(said) != 1 or depth > _DEEPEST:
+        raise NotPlainError("no tagged value")
+    ((tag, inner),) = said.items()
+    try:
+        if tag in _LEAVES:
+            return _LEAVES[tag](inner)
+        return _container(tag, inner, depth)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise NotPlainError(f"malformed value: {error}") from None
+
+
+def _container(tag: str, inner: Any, depth: int) -> Any:
+    if type(inner) is not list:
+        raise NotPlainError("a container without a list")
+    if tag == "l":
+        return [decode(item, depth + 1) for item in inner]
+    if tag == "t":
+        return tuple(decode(item, depth + 1) for item in inner)
+    if tag == "s":
+        return set(hashable(_frozen(decode(item, depth + 1)) for item in inner))
+    if tag == "d":
+        keys = hashable(_frozen(decode(key, depth + 1)) for key, _ in inner)
+        return dict(zip(keys, (decode(item, depth + 1) for _, item in inner), strict=True))
+    raise NotPlainError("an unknown tag")
+
+
+def hashable(values: Iterable[Any]) -> list[Any]:
+    """The values, fit for a set or as keys: with many of one hash, building it would take quadratic time."""
+    found = list(values)
+    by_hash = sorted(((hash(value), place) for place, value in enumerate(found)))
+    run: list[Any] = []
+    for number, (code, place) in enumerate(by_hash):
+        if number == 0 or by_hash[number - 1][0] != code:
+            run = []
+        if found[place] not in run:  # at most _MOST_ALIKE comparisons
+            run.append(found[place])
+        if len(run) > _MOST_ALIKE:
+            raise NotPlainError("too many different values of one hash")
+    return found
+
+
+def _frozen(value: Any) -> Any:
+    return frozenset(value) if type(value) is set else value
+
+
+def _int(text: Any, most: int = _MOST_HEX) -> int:
+    if type(text) is not str or len(text) > most:
+        raise NotPlainError("no int, or a very large one")
+    return int(text, 16)
+
+
+def _float(text: Any) -> float:
+    if type(text) is not str or len(text) > 40:
+        raise NotPlainError("no float")
+    return float.fromhex(text)
+
+
+def _ratio(parts: Any) -> Fraction | int:
+    above, below = (_int(part, _MOST_RATIO_HEX) for part in parts)
+    if below <= 0:  # 0/0 would equal everything once it is multiplied out
+        raise NotPlainError("no fraction")
+    return Fraction(above, below)
+
+
+def _complex(parts: Any) -> complex:
+    real, imaginary = (_float(part) for part in parts)
+    return complex(real, imaginary)
+
+
+_LEAVES = {"i": _int, "f": _float, "y": bytes.fromhex, "r": _ratio, "c": _complex}
+
+
+def encode(value: Any) -> Any:
+    """Tagged JSON of a host value, for the program."""
+    kind = type(value)
+    if value is None or kind in (bool, str):
+        return value
+    if kind is int:
+        return {"i": hex(value)}
+    if kind is float:
+        return {"f": value.hex()}
+    if kind is bytes:
+        return {"y": value.hex()}
+    if kind is complex:
+        return {"c": [value.real.hex(), value.imag.hex()]}
+    if kind is Fraction:
+        return {"r": [hex(value.numerator), hex(value.denominator)]}
+    if kind in (list, tuple, set, frozenset):
+        return {{list: "l", tuple: "t"}.get(kind, "s"): [encode(item) for item in value]}
+    if kind is dict:
+        return {"d": [[encode(key), encode(item)] for key, item in value.items()]}
+    raise NotPlainError(f"a {kind.__name__} cannot be given to a program")
