@@ -21,7 +21,7 @@ from headrace.data.episode import Episode, Trajectory
 from headrace.data.task import Task
 from headrace.errors import ConfigError, DataError, InfrastructureError
 from headrace.judge.base import Verdict
-from headrace.judge.code import CodeJudger, read_tests, solution_in
+from headrace.judge.code import CodeJudger, solution_in
 from headrace.judge.sandbox import Sandbox, SandboxLimits
 
 
@@ -67,30 +67,6 @@ async def judged(code: str, tests: Any, fence: bool = True, **arguments: Any) ->
 )
 def test_the_last_python_block_is_the_solution(text: str, code: str | None) -> None:
     assert solution_in(text) == code
-
-
-def test_expected_values_of_plain_comparisons_do_not_enter_the_sandbox() -> None:
-    tests = [
-        "assert f(1) == [1, (2, 'x')], 'message'",
-        "assert f(1) is None",
-        "assert f(1)",
-        "assert not f(1)",
-        "assert abs(f(1) - 0.5) < 1e-9",
-        "import math\nassert f(1) == math.pi",
-        "assert f(1) == g(1)",
-    ]
-    checks, pairs = read_tests(Task("t", instruction="?", metadata={"tests": tests}))
-    assert pairs == []
-    assert [(check.kind, check.expected) for check in checks] == [
-        ("value", [1, (2, "x")]),
-        ("value", None),
-        ("truth", True),
-        ("truth", False),
-        ("assert", None),
-        ("assert", None),
-        ("assert", None),
-    ]
-    assert [check.source for check in checks[:4]] == ["f(1)"] * 4
 
 
 @pytest.mark.parametrize("tests", [None, [], 3, ["assert ("], [{"input": "1"}], [3]])

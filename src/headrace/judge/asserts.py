@@ -79,12 +79,12 @@ def _problems(tree: ast.Module, bound: set[str], guest: frozenset[str]) -> Itera
     nodes = list(_evaluated(tree))
     if not any(isinstance(node, ast.Assert) for node in nodes):
         yield "it asserts nothing"
+    yield from _problems_of_functions(nodes)
     if not _names_of_program(tree, bound, guest):
         yield "it calls nothing of the program"
     for node in nodes:
         yield from _problems_of_names(node, bound, guest)
         yield from _problems_of_form(node)
-    yield from _problems_of_functions(tree, nodes)
     yield from _problems_of_modules(nodes)
 
 
@@ -132,7 +132,7 @@ def _kinds(node: ast.expr | None) -> list[ast.expr]:
     return [] if node is None else list(node.elts) if isinstance(node, ast.Tuple) else [node]
 
 
-def _problems_of_functions(tree: ast.Module, nodes: list[ast.AST]) -> Iterator[str]:
+def _problems_of_functions(nodes: list[ast.AST]) -> Iterator[str]:
     called = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
     for function in (node for node in nodes if isinstance(node, ast.FunctionDef)):
         uses = [node for node in nodes if isinstance(node, ast.Name) and node.id == function.name]

@@ -92,9 +92,10 @@ def _new_root(root: str, paths: list[str], megabytes: int) -> None:
     _mount("tmpfs", root, "tmpfs", _NOSUID | _NODEV, f"size={megabytes}m,nr_inodes=10000,mode=755")
     for path in paths:
         _bind(path, root)
-    os.mkdir(root + _WORK)
+    os.makedirs(root + _WORK, exist_ok=True)  # the interpreter may be installed under it, or under /tmp
     os.chmod(root + _WORK, 0o777)
-    os.symlink(_WORK, f"{root}/tmp")
+    if not os.path.lexists(f"{root}/tmp"):
+        os.symlink(_WORK, f"{root}/tmp")
     os.mkdir(f"{root}/proc")
     _mount("proc", f"{root}/proc", "proc", _NOSUID | _NODEV | 8)
     os.chdir(root)

@@ -37,7 +37,7 @@ _LAUNCHER = Path(__file__).with_name("launch.py")
 _START_S = 60.0  # for the launcher, on a machine that may be busy: none of it is the program's time
 _END_S = 1.0
 _SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/dev/null", "/dev/zero", "/dev/urandom")
-_ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/work", "OMP_NUM_THREADS": "1"}
+_ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "HOME": "/work", "TMPDIR": "/work"}
 
 
 @dataclass(frozen=True, slots=True)
