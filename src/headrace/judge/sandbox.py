@@ -120,7 +120,7 @@ class Sandbox:
                 if mode == "seccomp":
                     make_private()
                 if mode != tried[0]:
-                    _report_once(f'programs of the judger "code" run in sandbox mode "{mode}" ({"; ".join(said)})')
+                    log.warning('programs run in sandbox mode "%s", not "%s" (%s)', mode, tried[0], "; ".join(said))
                 return mode
             said.append(f"{mode}: a first program ended with status {ran.status}")
         raise InfrastructureError(
@@ -300,17 +300,6 @@ def _rest_of(status: IO[bytes]) -> str:
 def _clean_up(folder: str, groups: list[Path]) -> None:
     remove_groups(groups)
     remove_folder(folder)
-
-
-_reported: set[str] = set()
-
-
-def _report_once(text: str) -> None:
-    """On the console and in the log; every judger tries the modes for itself."""
-    if text not in _reported:
-        _reported.add(text)
-        log.warning("%s", text)
-        print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 async def _read(stream: asyncio.StreamReader, most: int, process: asyncio.subprocess.Process) -> tuple[bytes, bool]:
