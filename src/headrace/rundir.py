@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from headrace.track.jsonl import FILE_NAME, read_rows
 
 _FINISHED, _CONFIG, _NUMERICS = "finished", "config.json", "numerics.json"
 _WORDS = ("auto", "never")
+_OURS = (_CONFIG, "lock", "log.txt", "ledger.sqlite", "store.sqlite", FILE_NAME, "tensorboard", "checkpoints", "spill")
+"""How the names of all files begin that a run makes before its first step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +54,14 @@ def claim_run_dir(config: RunConfig, numerics: dict[str, str] | None = None) -> 
     """
     source = _source(config)
     base = config.run.dir / config.run.name
-    folder, lock = _lock_one(config, base, source)
+    folder, lock, made = _lock_one(config, base, source)
     try:
         with _writable(folder):
             claim = _enter(config, folder, source, numerics)
         yield claim
+    except BaseException:
+        _remove_failed_start(folder, made)
+        raise
     finally:
         lock.release()
 
@@ -125,16 +131,18 @@ def _source(config: RunConfig) -> Path | None:
     return path
 
 
-def _lock_one(config: RunConfig, base: Path, source: Path | None) -> tuple[Path, RunLock]:
+def _lock_one(config: RunConfig, base: Path, source: Path | None) -> tuple[Path, RunLock, list[Path]]:
+    """The folder, its lock, and which folders were made for it, the innermost first."""
     folder, number = base, 1
     while True:
         if _is_free(config, folder, source):
             with _writable(folder):
+                made = [path for path in (folder, *folder.parents) if not path.exists()]
                 folder.mkdir(parents=True, exist_ok=True)
                 lock = _lock(config, folder)
             if lock is not None:
                 if _is_free(config, folder, source):  # still, now that no one else can change it
-                    return folder, lock
+                    return folder, lock, made
                 lock.release()
         number += 1
         folder = base.with_name(f"{base.name}-{number}")
@@ -163,6 +171,32 @@ def _is_free(config: RunConfig, folder: Path, source: Path | None) -> bool:
 
 def _is_own(folder: Path, source: Path | None) -> bool:
     return source is not None and folder.resolve() == source.resolve()
+
+
+def _remove_failed_start(folder: Path, made: list[Path]) -> None:
+    """Of a run that ended before it had done anything, no folder is left that was made for it.
+
+    What was there before stays, and so does whatever this does not know: it may be the user's.
+    """
+    with suppress(OSError):
+        if not made or holds_work(folder) or _holds_evaluation(folder):
+            return
+        found = list(folder.iterdir())
+        if any(not entry.name.startswith(_OURS) for entry in found):
+            return
+        for entry in found:
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        for path in made:
+            path.rmdir()
+
+
+def _holds_evaluation(folder: Path) -> bool:
+    if read_rows(folder / FILE_NAME):
+        return True
+    if not ledger_file(folder).exists():
+        return False
+    with LedgerReader.read(folder) as ledger:
+        return bool(ledger.evaluations())
 
 
 # ---- what is in it ---------------------------------------------------------------------------------------------------

@@ -43,6 +43,7 @@ from headrace.registry import resolve
 from headrace.rundir import claim_run_dir, log_to_file, mark_finished
 from headrace.saving import CheckpointWriter, adopt
 from headrace.summary import summarize
+from headrace.terminal import working
 from headrace.threads import in_own_thread
 from headrace.track.base import RunInfo, TrackerSet
 from headrace.usercode import reporting_abandoned
@@ -101,14 +102,22 @@ class UnifiedTrainer:
 
     async def fit_async(self) -> RunResult:
         """`fit` for a running event loop."""
-        numerics = await asyncio.to_thread(numerics_of, self.config)
-        with claim_run_dir(self._as_given, numerics) as self._claim:
-            self._run_dir = self._claim.folder
-            return await self._fit()
+        self._fitting, self._interrupted_early = asyncio.current_task(), False
+        try:
+            with on_interrupt(self._interrupted):
+                with working("loading the training backend"):
+                    numerics = await in_own_thread(numerics_of, self.config)
+                with claim_run_dir(self._as_given, numerics) as self._claim:
+                    self._run_dir = self._claim.folder
+                    return await self._fit()
+        except asyncio.CancelledError:
+            if self._interrupted_early:
+                raise KeyboardInterrupt from None
+            raise
 
     async def _fit(self) -> RunResult:
-        with closing(log_to_file(self._run_dir)):
-            self._trackers = TrackerSet.from_names(self.config.track.trackers)
+        self._trackers = TrackerSet.from_names(self.config.track.trackers)
+        with closing(log_to_file(self._run_dir)), closing(self._trackers):
             # tracked before it is saved: what a checkpoint contains is never missing from the metrics
             saving = Saving()
             self._evaluations_of = Evaluating(saving)
@@ -140,7 +149,6 @@ class UnifiedTrainer:
     async def _train_interruptibly(self) -> None:
         try:
             with (
-                on_interrupt(self._interrupted),
                 memory.frozen(),
                 watched_loop(self._trackers.message, limit_s=self.config.rollout.timeout_s),
                 reporting_abandoned(self._trackers.message) as self._abandoned,
@@ -535,5 +543,9 @@ class UnifiedTrainer:
         return result
 
     def _interrupted(self) -> None:
+        if self._producing is None and self._fitting is not None:  # nothing is trained yet: there is nothing to save
+            self._interrupted_early = True
+            self._fitting.cancel()
+            return
         self.stop()
         self._trackers.message("stopping after this step; a second Ctrl-C or SIGTERM aborts at once")
