@@ -463,8 +463,9 @@ def test_the_command_line_names_the_cause_and_does_not_exit_with_0(
     words = setting.format(mine=mine).split()
     command = ["train", str(tmp_path / "run.toml"), "--backend.name=null", f"--trainer.max_staleness={bound}", *words]
     assert run_command(command) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and says in error and error.count("\n") == 1
+    *warned, error = capsys.readouterr().err.splitlines()
+    assert error.startswith("error: ") and says in error
+    assert len(warned) <= 3 and all(line.startswith("warning: ") for line in warned)  # of each kind the first few
 
 
 @pytest.mark.parametrize("bound", [0, 2])
