@@ -134,4 +134,5 @@ class EngineSection(Section):
     """What new weights do to the keys and values of sequences in flight: those of the old weights are kept, or all are
     computed again."""
     threads: int = Field(default=0, ge=0, le=4096)
-    """Threads of a separate engine; 0 takes half the cores, and leaves the others to the learner."""
+    """Threads of a separate engine; 0 takes half the cores, and leaves the others to the learner; with
+    run.deterministic, as many as the learner has."""

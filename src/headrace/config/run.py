@@ -26,7 +26,8 @@ class RunSection(Section):
     """Seeds task order, sampling and initialisation."""
     deterministic: bool = False
     """Make two runs of the same file equal to the bit: each sequence is computed in products of fixed shape, so that
-    it does not depend on what else happens to be in the batch. Costs some speed."""
+    it does not depend on what else happens to be in the batch, by a fixed number of threads (backend.threads). Costs
+    some speed."""
 
     @field_validator("name")
     @classmethod
@@ -86,7 +87,8 @@ class BackendSection(Section):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, a third more time."""
     threads: int = Field(default=0, ge=0, le=4096)
-    """Threads of the tensor library; 0 leaves its own choice."""
+    """Threads of the tensor library; 0 leaves its own choice, and is 2 with run.deterministic, whose results depend on
+    it."""
 
 
 Decay = Annotated[float, Field(ge=0, lt=1, strict=True)]  # strict: true is no number
