@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from headrace.data.task import Message
+from headrace.data.untrusted import enclosed, is_deeper
 
 ToolSchema = dict[str, Any]
 """`{"type": "function", "function": {"name": …, "description": …, "parameters": JSON schema}}`"""
 
-_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_DEEPEST = 100  # levels of a call's arguments; the stack of whoever reads them next may be nearly full
 
 
 def normal(messages: Iterable[Message]) -> list[Message]:
@@ -47,7 +48,7 @@ def _normal_call(call: Any) -> Any:
         return call
     function = dict(call["function"])
     if isinstance(function.get("arguments"), str):
-        with contextlib.suppress(ValueError):  # what is no JSON, a template shows as it is
+        with contextlib.suppress(ValueError, RecursionError):  # what is no JSON, a template shows as it is
             function["arguments"] = json.loads(function["arguments"] or "{}")
     return {**call, "function": function}
 
@@ -82,30 +83,31 @@ def split_tool_calls(text: str, tools: Sequence[ToolSchema], call: int) -> tuple
         asked = _parsed(found, names)
         if asked is not None:
             name, arguments = asked
-            calls.append(
-                {
-                    "id": f"call_{call}_{len(calls)}",
-                    "type": "function",
-                    "function": {"name": name, "arguments": json.dumps(arguments)},
-                }
-            )
+            function = {"name": name, "arguments": arguments}
+            calls.append({"id": f"call_{call}_{len(calls)}", "type": "function", "function": function})
         return asked is not None
 
-    kept = _CALL.sub(lambda match: "" if take(match[1]) else match[0], text)
+    parts, done = [], 0
+    for start, end in enclosed(text, _OPEN, _CLOSE):
+        if take(text[start + len(_OPEN) : end - len(_CLOSE)]):
+            parts.append(text[done:start])
+            done = end
+    kept = "".join((*parts, text[done:]))
     if not calls and text.lstrip().startswith("{") and take(text):
         kept = ""
     return (kept.strip() if calls else text), tuple(calls)
 
 
-def _parsed(text: str, names: set[str]) -> tuple[str, dict[str, Any]] | None:
+def _parsed(text: str, names: set[str]) -> tuple[str, str] | None:
+    """The name and, as JSON, the arguments of a call."""
     try:
         asked = json.loads(text)
-    except (ValueError, RecursionError):
+        if not isinstance(asked, dict) or asked.get("name") not in names or is_deeper(asked, _DEEPEST):
+            return None
+        arguments = asked.get("arguments", asked.get("parameters", {}))
+        return (asked["name"], json.dumps(arguments)) if isinstance(arguments, dict) else None
+    except (ValueError, TypeError, RecursionError):  # TypeError: a name that is a list
         return None
-    if not isinstance(asked, dict) or asked.get("name") not in names:
-        return None
-    arguments = asked.get("arguments", asked.get("parameters", {}))
-    return (asked["name"], arguments) if isinstance(arguments, dict) else None
 
 
 def written_out(messages: Iterable[Message], tools: Sequence[ToolSchema]) -> list[Message]:

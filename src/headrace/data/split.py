@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from headrace.data.task import Task
+from headrace.data.untrusted import normalized
 from headrace.errors import DataError
 
 _WHOLE = 2**64
@@ -16,7 +16,7 @@ _WHOLE = 2**64
 def prompt_key(task: Task) -> int:
     """A 64-bit digest of what the user says in a task; case, spacing and forms of the same letter do not count."""
     said = (str(message.get("content", "")) for message in task.messages if message["role"] == "user")
-    text = " ".join(unicodedata.normalize("NFKC", "\n".join(said)).casefold().split())
+    text = " ".join(normalized("NFKC", "\n".join(said)).casefold().split())
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
 
 

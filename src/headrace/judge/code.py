@@ -25,7 +25,8 @@ from headrace.judge.guest import GUEST
 from headrace.judge.sandbox import Mode, Sandbox, SandboxLimits
 from headrace.judge.session import Session
 
-_BLOCK = re.compile(r"^```[ \t]*(python3?|py)?[ \t]*\n(.*?)^```", re.MULTILINE | re.DOTALL | re.IGNORECASE)
+# possessive, or two runs of spaces side by side take quadratic time
+_BLOCK = re.compile(r"^```[ \t]*+(python3?|py)?[ \t]*+\n(.*?)^```", re.MULTILINE | re.DOTALL | re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from reasoning_gym.utils import extract_answer
-
 from headrace.data.episode import Episode
 from headrace.data.sources.reasoning_gym import KEY, problem_of
 from headrace.data.task import Task
+from headrace.data.untrusted import enclosed
 from headrace.errors import WorkflowError, boundary
 from headrace.judge.base import Judger, Verdict
 from headrace.threads import call_anyhow
+
+_OPEN, _CLOSE = "<answer>", "</answer>"
 
 
 class ReasoningGymJudger(Judger):
@@ -29,7 +30,7 @@ class ReasoningGymJudger(Judger):
                 f'judger "reasoning_gym" scores tasks of "reasoning_gym:FAMILY", and task "{task.id}" is none; '
                 f"use another judger for it"
             )
-        tagged = extract_answer(episode.text)
+        tagged = _last_answer(episode.text)
         metrics = {"answer_tags": float(tagged is not None)}
         if tagged is None and self._tags_required:
             return Verdict(0.0, is_correct=False, metrics=metrics)
@@ -40,6 +41,14 @@ class ReasoningGymJudger(Judger):
                 raise
             score = self._error_score
         return Verdict(score, is_correct=score >= 1.0, metrics=metrics)
+
+
+def _last_answer(text: str) -> str | None:
+    """As the package finds it, in linear time."""
+    found = None
+    for start, end in enclosed(text, _OPEN, _CLOSE):
+        found = text[start + len(_OPEN) : end - len(_CLOSE)].strip()
+    return found
 
 
 def _score(task: Task, answer: str) -> float:

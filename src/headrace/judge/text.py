@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import string
-import unicodedata
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from typing import Any
 
 from headrace.data.episode import Episode
 from headrace.data.task import Task
+from headrace.data.untrusted import normalized
 from headrace.errors import ConfigError, DataError
 from headrace.judge.base import Judger, Verdict
 from headrace.judge.extract import LONGEST_TEXT, check_where, expected, marked
@@ -186,7 +186,7 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 def squad_tokens(text: str) -> list[str]:
     """Words in lower case, without punctuation and articles, as SQuAD counts them."""
-    plain = unicodedata.normalize("NFC", text).lower().translate(_PUNCTUATION)
+    plain = normalized("NFC", text).lower().translate(_PUNCTUATION)
     return _ARTICLES.sub(" ", plain).split()
 
 

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging
 
 from headrace.errors import ModelError, boundary
+from headrace.models.fit import require_fit
 
 END_OF_TURN = "<|im_end|>"
 PAD = "<|endoftext|>"
@@ -44,7 +45,9 @@ def _load_plain(file: Path) -> Any:
     if hasattr(transformers, "GgufConfig"):  # newer versions may keep the packed blocks where a kernel for them exists
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     with redirect_stderr(io.StringIO()):  # its progress bar cannot be switched off
-        unpacked = AutoModelForCausalLM.from_pretrained(file.parent, **options)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(file.parent, **options, output_loading_info=True)
+    unpacked, info = loaded
+    require_fit(file.name, unpacked, info)
     config: Any = unpacked.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config

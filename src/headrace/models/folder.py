@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from headrace.errors import ModelError
+from headrace.registry import nearest
 
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
@@ -20,8 +21,9 @@ def check_model_folder(path: str | Path, remedy: str = "copy or download the mod
     if not folder.is_dir():
         _fail(folder, "is a file, not a folder" if folder.exists() else "does not exist", remedy)
     _check_config(folder, remedy)
-    for weights in _weight_files(folder, remedy):
-        _read_header(weights, remedy)
+    headers = {path.name: _read_header(path, remedy) for path in _weight_files(folder, remedy)}
+    if WEIGHTS not in headers:
+        _check_index(folder, headers, remedy)
     _check_tokenizer(folder, remedy)
 
 
@@ -48,14 +50,43 @@ def _read_header(path: Path, remedy: str) -> dict[str, Any]:
             _fail(path, f"is truncated or no safetensors file ({size} bytes)", remedy)
         text = file.read(length)
     try:
-        header = json.loads(text)
+        header = json.loads(text, object_pairs_hook=_once)
         ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError):
+    except _TwiceError as twice:
+        _fail(path, f'has "{twice}" twice', remedy)
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
         _fail(path, "has a damaged safetensors header", remedy)
     expected = 8 + length + max(ends, default=0)
     if size != expected:
         _fail(path, f"has {size} bytes where its header promises {expected}", remedy)
     return header
+
+
+class _TwiceError(Exception):
+    """A header names a tensor twice; the text is its name."""
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise _TwiceError(next(name for name in names if names.count(name) > 1))
+    return found
+
+
+def _check_index(folder: Path, headers: dict[str, dict[str, Any]], remedy: str) -> None:
+    """Whether every tensor is in the shard where the index has it, and in no other."""
+    weight_map = _read_json(folder / WEIGHTS_INDEX, remedy)["weight_map"]
+    where: dict[str, str] = {}
+    for shard, header in headers.items():
+        for name in header.keys() - {"__metadata__"}:
+            if name in where:
+                _fail(folder, f'has "{name}" twice, in {where[name]} and {shard}', remedy)
+            where[name] = shard
+    for name, shard in weight_map.items():
+        if where.get(name) != str(shard):
+            at = f"it is in {where[name]}" if name in where else f"no weight file has it{nearest(name, where)}"
+            _fail(folder / WEIGHTS_INDEX, f'names {shard} for "{name}", and {at}', remedy)
 
 
 def _shards(folder: Path, remedy: str) -> list[Path]:
@@ -71,8 +102,13 @@ def _shards(folder: Path, remedy: str) -> list[Path]:
 
 
 def _check_config(folder: Path, remedy: str) -> None:
-    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
-        _fail(folder, "holds an adapter, not a whole model", "merge it into its base model first")
+    if (folder / "adapter_config.json").is_file():  # also beside a model: the base that it names would be loaded
+        alone = not (folder / "config.json").is_file()
+        _fail(
+            folder,
+            "holds an adapter, not a whole model" if alone else "holds an adapter beside a model",
+            "merge it into its base model first" + ("" if alone else ", or remove adapter_config.json"),
+        )
     config = _read_json(folder / "config.json", remedy)
     if not (config.get("model_type") or config.get("architectures")):
         _fail(folder / "config.json", 'names neither "model_type" nor "architectures"', remedy)

@@ -13,6 +13,7 @@ from headrace.config import LoraSection, ModelSection
 from headrace.errors import ModelError, boundary
 from headrace.models.bfloat16 import make_bfloat16_safe
 from headrace.models.catalog import resolve_model
+from headrace.models.fit import require_fit
 from headrace.models.modules import align
 
 transformers_logging.disable_progress_bar()  # a bar for a second of loading would break the live view
@@ -36,7 +37,12 @@ def load_model(section: ModelSection) -> Any:
     with boundary(ModelError, f'cannot load model "{section.name}"'):
         config = AutoConfig.from_pretrained(folder)
         _switch_dropout_off(config)
-        model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=getattr(torch, section.dtype))
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=getattr(torch, section.dtype), output_loading_info=True,
+            ignore_mismatched_sizes=True,  # told with all the rest
+        )  # fmt: skip
+    model, info = loaded
+    require_fit(f'model "{section.name}"', model, info)
     align(model)
     return add_adapters(model, section.lora) if section.lora.rank else model
 

@@ -245,7 +245,7 @@ class LocalBackend:
     def _load(self, folder: Path) -> None:
         load_state(folder, self._modules(), self.optimizer)
         self._teacher = None
-        weights = load_teacher(folder) if self._config.distill.refresh_every else None
+        weights = load_teacher(folder, self._trained_weights()) if self._config.distill.refresh_every else None
         if weights is not None:
             self._the_teacher().copy_from(weights)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from headrace.errors import BackendError, boundary
+from headrace.models.fit import names_that_differ
 
 State = dict[str, dict[str, torch.Tensor]]
 """The tensors of each file of a checkpoint, by its name without `.safetensors`."""
+
+_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
 def _save_file(tensors: dict[str, torch.Tensor], path: Path) -> None:
@@ -79,11 +82,11 @@ def load_state(folder: Path, modules: torch.nn.Module, optimizer: torch.optim.Op
         moments = load_file(folder / "optimizer.safetensors")
     names = _trainable_names(modules)
     if set(weights) != set(names.values()):
-        odd = sorted(set(weights) ^ set(names.values()))
         raise BackendError(
-            f"{folder} is of another model or other adapters: {len(odd)} tensors differ, such as {odd[0]}; "
-            f"use the run file it was made with"
+            f"{folder} is of another model or other adapters: its tensors differ: "
+            f"{names_that_differ(weights, names.values())}; use the run file it was made with"
         )
+    _require_moments(folder, moments, names)
     with torch.no_grad():
         for parameter, name in names.items():
             if parameter.shape != weights[name].shape:
@@ -96,11 +99,28 @@ def load_state(folder: Path, modules: torch.nn.Module, optimizer: torch.optim.Op
         state = {
             # a copy: what was read is still in the file, which may be deleted
             key: moments[f"{name}/{key}"].clone()
-            for key in ("step", "exp_avg", "exp_avg_sq")
+            for key in _MOMENTS
             if f"{name}/{key}" in moments
         }
         if state:
             optimizer.state[parameter] = state
+
+
+def _require_moments(folder: Path, moments: Mapping[str, torch.Tensor], names: Mapping[torch.Tensor, str]) -> None:
+    """A parameter has all of its optimizer state, or none because it has not been trained yet."""
+    shapes = {name: tuple(parameter.shape) for parameter, name in names.items()}
+    for key, tensor in moments.items():
+        name, _, kind = key.rpartition("/")
+        lacks = [one for one in _MOMENTS if f"{name}/{one}" not in moments]
+        if name not in shapes or kind not in _MOMENTS or lacks:
+            why = (
+                f"{name} lacks {', '.join(lacks)}" if name in shapes and kind in _MOMENTS else f"{key} is of no weight"
+            )
+            raise BackendError(f"{folder}: the optimizer's state does not fit the model: {why}; use another checkpoint")
+        if kind != "step" and tuple(tensor.shape) != shapes[name]:
+            raise BackendError(
+                f"{folder}: the optimizer's {key} has shape {tuple(tensor.shape)}, the model wants {shapes[name]}"
+            )
 
 
 def collect_teacher(teacher: torch.nn.Module, names: Iterable[str]) -> State:
@@ -109,13 +129,16 @@ def collect_teacher(teacher: torch.nn.Module, names: Iterable[str]) -> State:
     return {"teacher": {name: weights[name].detach() for name in names}}
 
 
-def load_teacher(folder: Path) -> dict[str, torch.Tensor] | None:
-    """What `collect_teacher` found; None if the teacher was as the run began."""
+def load_teacher(folder: Path, names: Collection[str]) -> dict[str, torch.Tensor] | None:
+    """What `collect_teacher` found for these names; None if the teacher was as the run began."""
     path = folder / "teacher.safetensors"
     if not path.is_file():
         return None
     with boundary(BackendError, f"cannot read the teacher of the checkpoint {folder}"):
-        return load_file(path)
+        weights = load_file(path)
+    if differ := names_that_differ(weights, names):
+        raise BackendError(f"{path} is of another model: {differ}; use the run file it was made with")
+    return weights
 
 
 def export_folder(folder: Path, hf_model: Any, tokenizer: Any) -> None:
