@@ -16,11 +16,12 @@ from headrace.models.catalog import CATALOG, cache_dir, get_model, model_folder,
 from headrace.models.folder import check_model_folder
 
 
-def safetensors_bytes(tensors: int = 2, floats: int = 3) -> bytes:
+def safetensors_bytes(tensors: int = 2, floats: int = 3, first: int = 0) -> bytes:
     """A safetensors file of float32 zeros, made by hand."""
     size = 4 * floats
     header = {
-        f"t{i}": {"dtype": "F32", "shape": [floats], "data_offsets": [i * size, (i + 1) * size]} for i in range(tensors)
+        f"t{first + i}": {"dtype": "F32", "shape": [floats], "data_offsets": [i * size, (i + 1) * size]}
+        for i in range(tensors)
     }
     text = json.dumps(header).encode()
     return len(text).to_bytes(8, "little") + text + bytes(tensors * size)
@@ -38,9 +39,9 @@ def make_sharded_folder(folder: Path) -> Path:
     make_folder(folder)
     (folder / "model.safetensors").unlink()
     shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
-    for shard in shards:
-        (folder / shard).write_bytes(safetensors_bytes())
-    index = {"weight_map": {f"t{i}": shard for i, shard in enumerate(shards)}}
+    for place, shard in enumerate(shards):
+        (folder / shard).write_bytes(safetensors_bytes(first=2 * place))
+    index = {"weight_map": {f"t{i}": shards[i // 2] for i in range(4)}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder
 
