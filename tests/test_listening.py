@@ -217,7 +217,20 @@ async def test_a_body_that_comes_byte_by_byte_is_refused() -> None:
             writer.write(b"x")
             await asyncio.sleep(0.05)
         took, answer = await ending
-        assert took < 3 and answer.startswith(b"HTTP/1.1 408") and b"the body did not come" in answer and not CALLS
+        assert took < 3 and answer.startswith(b"HTTP/1.1 408") and not CALLS
+        writer.close()
+
+
+async def test_a_large_body_may_take_its_time() -> None:
+    half = b"x" * 4_000_000
+    async with serving(body_s=0.3, max_body_mb=16) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        head = f"POST / HTTP/1.1\r\nHost: localhost\r\n{JSON}\r\nContent-Length: {2 * len(half)}\r\n\r\n"
+        writer.write(head.encode() + half)
+        await writer.drain()
+        await asyncio.sleep(0.8)  # longer than body_s
+        writer.write(half)
+        assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 200") and len(CALLS[0]) == 2 * len(half)
         writer.close()
 
 

@@ -16,7 +16,6 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMappi
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
-from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -24,6 +23,7 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from headrace.config.agents import is_loopback
 from headrace.errors import ConfigError
 
 Message = MutableMapping[str, Any]
@@ -78,19 +78,6 @@ class Rules:
         if not self.token and not is_loopback(self.host):
             raise ConfigError(f"{self.host} can be reached from other machines, and there is no token; set one")
 
-    @property
-    def max_body(self) -> int:
-        """In bytes."""
-        return int(self.max_body_mb * 2**20)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach the address."""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
 
 def listen(host: str, port: int, who: str, remedy: str) -> socket.socket:
     """A socket that listens; port 0 takes a free one. `who` and `remedy` are for the error."""
@@ -128,6 +115,7 @@ class Guard:
         self._token = rules.token.encode() if rules.token else None
         self._any_host = not is_loopback(rules.host)  # by whatever name: the token decides
         self._is_ours = lru_cache(64)(self._is_ours)
+        self._most = int(rules.max_body_mb * 2**20)
         self._held = 0
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
@@ -187,27 +175,21 @@ class Guard:
             raise Refused(415, "this server reads bodies that are not compressed; send it without Content-Encoding")
 
     async def _body(self, receive: Receive) -> bytes:
-        rules, most = self.rules, self.rules.max_body
-        began = asyncio.get_running_loop().time()
+        most = self._most
         size, body, more = 0, bytearray(), True
         try:
-            async with asyncio.timeout_at(began + rules.body_s) as deadline:
-                while more and size <= _THROWN_AWAY * most:
-                    piece, more = await _next(receive)
-                    size += len(piece)
-                    if size <= most:
-                        body += piece
-                        self._held += len(piece)
-                    if self._held > max(_HELD, 4 * most):
-                        raise Refused(503, "this server is reading too many requests at once; try again")
-                    if more:
-                        deadline.reschedule(began + rules.body_s + size / _SLOWEST)
-        except TimeoutError:
-            raise Refused(408, f"the body did not come within {rules.body_s:g} s and one second for each MB") from None
+            while more and size <= _THROWN_AWAY * most:
+                piece, more = await _next(receive)
+                size += len(piece)
+                if size <= most:
+                    body += piece
+                    self._held += len(piece)
+                if self._held > max(_HELD, 4 * most):
+                    raise Refused(503, "this server is reading too many requests at once; try again")
         finally:
             self._held -= len(body)
         if size > most:
-            raise Refused(413, f"the body is larger than {rules.max_body_mb:g} MB; {rules.body_remedy}")
+            raise Refused(413, f"the body is larger than {self.rules.max_body_mb:g} MB; {self.rules.body_remedy}")
         return bytes(body)
 
     async def _answer(self, scope: Any, receive: Receive, send: Send, refused: Refused) -> None:
@@ -268,32 +250,40 @@ def _shown(value: bytes) -> str:
 
 
 class _Connection(H11Protocol):
-    """One with deadlines for heads and for reading answers, and refused when there are too many."""
+    """One with deadlines for heads, bodies and the reading of answers, and refused when there are too many."""
 
     def __init__(self, config: uvicorn.Config, *given: Any, **named: Any) -> None:
         super().__init__(config, *given, **named)
         guard = config.app
         assert isinstance(guard, Guard)
         self._rules = guard.rules
-        self._head_late: asyncio.TimerHandle | None = None
+        self._read_late: asyncio.TimerHandle | None = None
         self._write_late: asyncio.TimerHandle | None = None
+        self._body_until: float | None = None  # while a body is awaited
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if len(self.connections) > self._rules.max_connections:
             self._end("503 Service Unavailable")
         else:
-            self._head_late = self.loop.call_later(self._rules.head_s, self._no_head)
+            self._await(self._rules.head_s)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self.conn.their_state is not h11.IDLE:
-            self._head_late = _cancelled(self._head_late)
-        elif self._head_late is None and self.timeout_keep_alive_task is None:  # a part of the next head
-            self._head_late = self.loop.call_later(self._rules.head_s, self._no_head)
+        # a request that came as a whole has neither state, and costs no timer
+        if self.conn.their_state is h11.SEND_BODY:
+            if self._body_until is None:
+                self._body_until = self.loop.time() + self._rules.body_s
+                self._await(self._rules.body_s)
+            self._body_until += len(data) / _SLOWEST
+        elif self.conn.their_state is h11.IDLE:
+            if self._read_late is None and self.timeout_keep_alive_task is None:  # a part of the next head
+                self._await(self._rules.head_s)
+        elif self._read_late is not None:
+            self._read_late, self._body_until = _cancelled(self._read_late), None
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._head_late = _cancelled(self._head_late)
+        self._read_late = _cancelled(self._read_late)
         self._write_late = _cancelled(self._write_late)
         super().connection_lost(exc)
 
@@ -314,9 +304,17 @@ class _Connection(H11Protocol):
         super().timeout_keep_alive_handler()
         self._abort_soon()
 
-    def _no_head(self) -> None:
-        self._head_late = None
-        self._end("408 Request Timeout")
+    def _await(self, seconds: float) -> None:
+        _cancelled(self._read_late)
+        self._read_late = self.loop.call_later(seconds, self._too_late)
+
+    def _too_late(self) -> None:
+        self._read_late = None
+        left_s = 0.0 if self._body_until is None else self._body_until - self.loop.time()
+        if left_s > 0:  # more of the body has come meanwhile
+            self._await(left_s)
+        else:
+            self._end("408 Request Timeout")
 
     def _end(self, status: str) -> None:
         if not self.transport.is_closing():

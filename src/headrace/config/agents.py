@@ -63,7 +63,7 @@ class GatewaySection(Section):
 
     @model_validator(mode="after")
     def _token_beyond_loopback(self) -> Self:
-        if not self.token and not _is_loopback(self.host):
+        if not self.token and not is_loopback(self.host):
             raise ValueError(
                 f'host "{self.host}" can be reached from other machines, and there is no token; '
                 'set gateway.token, or leave gateway.host at "127.0.0.1"'
@@ -71,7 +71,8 @@ class GatewaySection(Section):
         return self
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach the address."""
     try:
         return ip_address(host).is_loopback
     except ValueError:
