@@ -103,7 +103,7 @@ def read_evaluation(place: str) -> EvaluationResult:
 def _read_file(path: Path) -> EvaluationResult:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is no file of headrace eval --json: {error}") from None
     found = values.pop("headrace_evaluation", None) if isinstance(values, dict) else None
     if found != FORMAT:

@@ -79,7 +79,7 @@ def stored_config(folder: Path) -> dict[str, Any] | None:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"cannot read {path}, with which the run was begun: {error}; put it back from a copy, or start a new run "
             f'with run.resume = "never"'

@@ -78,6 +78,8 @@ def _read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{path} is not a run file: it is nested too deeply") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from None
 
@@ -86,7 +88,7 @@ def _parse_value(text: str, annotation: Any) -> Any:
     """The TOML value that the text is or, where the setting is a text, the text as it stands: 7 is a name too."""
     try:
         value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         value = text  # a bare word is a string
     if get_origin(annotation) is tuple and _is_text(get_args(annotation)[0]) and not isinstance(value, list):
         return [value if isinstance(value, str) else text]

@@ -67,6 +67,8 @@ def _refuse_contradictions(checkpoint: Path | None, model: str | None, url: str 
         raise ConfigError(f"--checkpoint and {'--url' if url else '--model'} both say what to evaluate; leave one out")
     if url is not None and model is None:
         raise ConfigError(f"which model at {url}? Add --model NAME, as the server calls it")
+    if url is not None and not url.startswith(("http://", "https://")):
+        raise ConfigError(f"--url must begin with http:// or https://, got {url}; such as http://127.0.0.1:8000/v1")
     if key is not None and url is None:
         raise ConfigError(f"--api-key-env {key} is for a model behind a URL; add --url, or leave it out")
 

@@ -60,7 +60,8 @@ CATALOG: dict[str, CatalogEntry] = {
 def cache_dir() -> Path:
     """Where fetched models are kept: $HEADRACE_CACHE, or ~/.cache/headrace."""
     chosen = os.environ.get("HEADRACE_CACHE")
-    return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "headrace"
+    with boundary(ModelError, "there is no home folder for models (set HEADRACE_CACHE to a folder)", RuntimeError):
+        return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "headrace"
 
 
 def model_folder(name: str) -> Path:

@@ -108,5 +108,5 @@ def read_jsonl(source: str, args: dict[str, Any]) -> Iterator[Row]:
 def _parsed(line: str, where: str) -> Any:
     try:
         return json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also a number of too many digits, or what is nested too deeply
         return DataError(f"{where}: not valid JSON: {error}")
