@@ -93,6 +93,20 @@ def test_what_is_wrong_is_found_before_the_model_is_loaded(
     assert "load" not in said
 
 
+@pytest.mark.parametrize("where", ["training", "evaluation"])
+def test_tests_that_a_program_could_forge_are_found_before_the_model_is_loaded(where: str, said: list[str]) -> None:
+    good, bad = (
+        [{"instruction": "a", "metadata": {"tests": [test]}}] * 16
+        for test in ("assert f(1) == 2", "assert eval('f(1)') == 2")
+    )
+    run = config(workflow={"judger": "code"}, eval=DEV)
+    with pytest.raises(DataError, match=r"a program could forge .* it uses eval"):
+        assemble(
+            run, tasks=bad if where == "training" else good, eval_tasks={"dev": good if where == "training" else bad}
+        )
+    assert "load" not in said
+
+
 def test_tasks_for_a_set_that_the_configuration_does_not_name_are_an_error(said: list[str]) -> None:
     with pytest.raises(ConfigError, match=r'set "dve".*\(did you mean "dev"\?\); add a section \[eval\.sets\.dve\]'):
         assemble(config(eval=DEV), eval_tasks={"dve": [{"instruction": "a"}]})

@@ -188,7 +188,7 @@ def test_doctor_ends_with_a_verdict_that_matches_its_exit_code(capsys: Caught, m
     monkeypatch.setenv("COLUMNS", "300")
     code = run(["doctor"])
     out = capsys.readouterr().out
-    assert all(word in out for word in ("Python", "cores", "memory", "threads", "extra local", "model bundled"))
+    assert all(word in out for word in ("Python", "cores", "sandbox", "threads", "extra local", "model bundled"))
     assert out.splitlines()[-1].startswith("ready for: headrace train" if code == 0 else "first: ")
 
 

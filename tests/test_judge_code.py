@@ -17,12 +17,16 @@ from typing import Any
 import pytest
 
 from fakes import step
+from headrace.config import JudgeSection
 from headrace.data.episode import Episode, Trajectory
 from headrace.data.task import Task
 from headrace.errors import ConfigError, DataError, InfrastructureError
+from headrace.judge import sandbox as sandbox_module
 from headrace.judge.base import Verdict
 from headrace.judge.code import CodeJudger, solution_in
-from headrace.judge.sandbox import Sandbox, SandboxLimits
+from headrace.judge.router import GuardedJudger, Router
+from headrace.judge.sandbox import Ran, Sandbox, SandboxLimits
+from headrace.judge.text import ExactJudger
 
 
 def _sandbox_works() -> bool:
@@ -273,25 +277,87 @@ import asyncio
 from headrace.judge.sandbox import Sandbox, SandboxLimits
 
 async def main():
-    sandbox = Sandbox(SandboxLimits(time_s=60))
+    sandbox = Sandbox(SandboxLimits(time_s=60), "MODE")
     await sandbox.mode()
     print("ready", flush=True)
-    await sandbox.run("import time; time.sleep(50)  # MARK", b"")
+    await sandbox.run('''PROGRAM''', b"")
 
 asyncio.run(main())
+"""
+# its children have lost their parent, and it would not be told of the end of its own
+FORKING = """
+import ctypes, os, time
+ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)
+if os.fork() == 0:
+    if os.fork() == 0: time.sleep(50)  # MARK
+    os._exit(0)
+time.sleep(50)
 """
 
 
 @needs_sandbox
-def test_a_program_dies_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["namespace", "seccomp"])
+def test_a_program_and_its_children_die_with_a_parent_that_is_killed(tmp_path: Path, mode: str) -> None:
     mark = f"mark{os.getpid()}x{time.monotonic_ns()}"
-    command = [sys.executable, "-c", PARENT.replace("MARK", mark)]
+    program = FORKING.replace("MARK", mark)
+    command = [sys.executable, "-c", PARENT.replace("PROGRAM", program).replace("MODE", mode)]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}  # its empty folder is all that stays behind
     parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-    assert parent.stdout is not None and parent.stdout.readline() == "ready\n"
-
-    assert until(lambda: marked_processes(mark) > 1)  # the parent has it in its own command line
+    assert parent.stdout is not None
+    if parent.stdout.readline() != "ready\n":
+        parent.wait()
+        pytest.skip(f"mode {mode} does not work here")
+    assert until(lambda: marked_processes(mark) > 2)  # the parent has it in its own command line
+    time.sleep(0.3)
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     parent.stdout.close()
     assert until(lambda: marked_processes(mark) == 0)
+
+
+# ---- what is found at the start, and what is no failure --------------------------------------------------------------
+
+
+def test_tests_that_could_be_forged_are_found_when_tasks_are_loaded() -> None:
+    task = Task("t9", instruction="?", source="mbpp", metadata={"tests": ["import numpy\nassert numpy.all(f(1))"]})
+    for judger in (CodeJudger(), GuardedJudger(Router({"mbpp": {"name": "code"}}), JudgeSection())):
+        with pytest.raises(DataError, match=r'task "t9".*imports numpy'):
+            judger.check_task(task)
+    CodeJudger(allow_forgeable=True).check_task(task)
+    ExactJudger().check_task(task)
+
+
+@needs_sandbox
+async def test_a_test_that_is_allowed_to_be_forged_runs_beside_the_program() -> None:
+    tests = ["assert eval('add(1, 2)') == 3", "assert add(1, 2) == 3"]
+    assert (await judged(ADD, tests, allow_forgeable=True)).reward == 1.0
+    assert (await judged(ADD.replace("+", "-"), tests, allow_forgeable=True, all_or_nothing=False)).reward == 0.0
+
+
+@needs_sandbox
+async def test_programs_that_are_slow_on_purpose_are_wrong_and_no_failure_of_judging() -> None:
+    judger = CodeJudger(timeout_s=0.5, workers=1)
+    guarded = GuardedJudger(judger, JudgeSection(timeout_s=0.6, retries=0))
+    task = Task("t", instruction="?", metadata={"tests": ["assert f(1) == 2", *PAIRS]})
+    slow = Episode("t", (Trajectory((step([1], [2], text="```python\nimport time\ntime.sleep(60)\n```"),)),))
+    verdicts = await asyncio.gather(*(guarded.judge(task, slow) for _ in range(3)))
+    assert [verdict.reward for verdict in verdicts] == [0.0] * 3 and guarded.failed == 0
+
+
+async def test_a_fallback_is_reported_and_one_without_landlock_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    works = {"seccomp"}
+
+    async def run(self: Sandbox, mode: str, *rest: Any) -> Ran:
+        if mode not in works:
+            raise InfrastructureError(f"{mode} is not to be had")
+        return Ran(0, b"42\n")
+
+    monkeypatch.setattr(Sandbox, "_run", run)
+    monkeypatch.setattr(sandbox_module, "make_private", lambda: None)
+    assert await Sandbox().mode() == "seccomp"
+    assert 'sandbox mode "seccomp", not "namespace"' in caplog.text and "is not to be had" in caplog.text
+    works.clear()
+    with pytest.raises(InfrastructureError, match='set sandbox = "seccomp" if programs may read'):
+        await Sandbox().mode()

@@ -156,6 +156,7 @@ def _evaluation_parts(
     """Loads the model."""
     configure_gateway(config.gateway)
     ways = _ways_to_evaluate(config, run, judge)
+    _check_sets(sets, ways)
     metrics = _metric_functions(config)
     backend: Backend = new_backend(config)
     engine = backend.create_engine()
@@ -187,7 +188,9 @@ def assemble_remote_evaluation(config: RunConfig, client: Client) -> tuple[Agent
             run, NoEngine(), no_template, judge, _limits(config), training=False, new_model=new_model
         )
 
-    return _evaluating(config, _evaluation_sets(config, None), ways, _metric_functions(config), new_manager)
+    sets = _evaluation_sets(config, None)
+    _check_sets(sets, ways)
+    return _evaluating(config, sets, ways, _metric_functions(config), new_manager)
 
 
 Way = tuple[RunFunction, Judger | None]
@@ -218,10 +221,6 @@ def _evaluating(
     metrics: dict[str, MetricFunction],
     new_manager: Callable[[RunFunction, Judger | None], AgentLoopManager],
 ) -> tuple[AgentLoopManager, Evaluator]:
-    for name, (_, tasks) in sets.items():
-        _, judge = ways.get(name, ways[None])
-        if judge is not None:
-            _check_tasks(judge, tasks)
     managers = {name: new_manager(*way) for name, way in ways.items() if name is not None}
     limit_s = config.trainer.hook_timeout_s
     evaluator = Evaluator(sets, config.rollout, config.run.seed, metrics, managers, limit_s)
@@ -232,6 +231,13 @@ def _check_tasks(judge: Judger, tasks: Sequence[Task]) -> None:
     """Tasks that cannot be judged are found now, not when an episode of theirs is complete."""
     for task in tasks:
         judge.check_task(task)
+
+
+def _check_sets(sets: EvaluationSets, ways: dict[str | None, Way]) -> None:
+    for name, (_, tasks) in sets.items():
+        _, judge = ways.get(name, ways[None])
+        if judge is not None:
+            _check_tasks(judge, tasks)
 
 
 def _lend_policy(judge: Judger | None, ask: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import os
 import platform
@@ -63,6 +64,7 @@ def _machine() -> Iterator[Row]:
     yield "cores", _cores()
     yield "memory", _memory()
     yield "disk here", f"{shutil.disk_usage(Path.cwd()).free / _GIB:.1f} GiB free in {Path.cwd()}"
+    yield "sandbox", _sandbox()
 
 
 def _tensor_library(torch: Any, problem: str) -> Iterator[Row]:
@@ -144,6 +146,20 @@ def _memory() -> str:
     if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {}):
         return f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / _GIB:.1f} GiB"
     return "not known on this system"
+
+
+def _sandbox() -> str:
+    """The mode in which the judger "code" would run programs here."""
+    from headrace.errors import InfrastructureError
+    from headrace.judge.cgroups import parents
+    from headrace.judge.sandbox import Sandbox
+
+    try:
+        mode = asyncio.run(Sandbox().mode())
+    except (InfrastructureError, OSError) as error:
+        return f'none; the judger "code" cannot run programs here: {error}'
+    groups = ", ".join(sorted(parents())) or "none can be made"
+    return f"{mode}; control groups: {groups}"
 
 
 def _meminfo() -> dict[str, int]:

@@ -1,10 +1,11 @@
 """What starts a program in the sandbox. Run as a script, with nothing of Headrace imported: `launch.py SPEC`.
 
-SPEC is JSON (see `Sandbox._spec`). In mode "namespace" the process makes namespaces of its own (mounts, processes,
-network) and a root folder that holds the interpreter and nothing else; three processes stand in a row: this one,
-the first process of the new process namespace (when it ends, the kernel kills all others in it), and the program.
-In the other modes this process stays as supervisor of the program: it adopts whatever the program starts, watches its
-folder, and kills all of it when the program or Headrace ends. In mode "seccomp" the program is under Landlock.
+SPEC is marshalled, in hexadecimal (see `Sandbox._spec`). In mode "namespace" the process makes namespaces of its own
+(mounts, processes, network) and a root folder that holds the interpreter and nothing else; three processes stand in a
+row: this one, the first process of the new process namespace (when it ends, the kernel kills all others in it), and
+the program. In the other modes this process stays as supervisor of the program: it adopts whatever the program starts,
+watches its folder, and kills all of it when the program or Headrace ends. In mode "seccomp" the program is under
+Landlock.
 
 The pipe `status` gets "+" right before the program starts, and why, if it cannot be started; the program has no end of
 it. In both modes the program is under a filter of system calls (`seccomp.py`), whose instructions are in SPEC.
@@ -12,17 +13,20 @@ it. In both modes the program is under a filter of system calls (`seccomp.py`), 
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import json
+import marshal
 import os
-import platform
 import resource
 import select
-import signal
 import struct
 import sys
-from typing import Any
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import signal
+    from typing import Any
+else:  # and neither json nor platform: importing takes most of the time of a launch
+    import _signal as signal
 
 _NEWNS, _NEWUTS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
 _RDONLY, _NOSUID, _NODEV, _REMOUNT, _BIND, _REC, _PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
@@ -99,7 +103,7 @@ def _new_root(root: str, paths: list[str], megabytes: int) -> None:
     os.mkdir(f"{root}/proc")
     _mount("proc", f"{root}/proc", "proc", _NOSUID | _NODEV | 8)
     os.chdir(root)
-    number = _PIVOT_ROOT[platform.machine()]
+    number = _PIVOT_ROOT[os.uname().machine]
     _checked(_libc.syscall(ctypes.c_long(number), b".", b"."), "pivot_root")
     _checked(_libc.umount2(b".", 2), "umount of the old root")
     os.chdir(_WORK)
@@ -184,8 +188,11 @@ def _leave_root(spec: dict[str, Any], restricted: bool) -> None:
 
 def _volunteer() -> None:
     """When memory runs out, this goes before anything of the run does."""
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")
+    try:
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")
+    except OSError:  # no reason not to run it
+        pass
 
 
 def _become(spec: dict[str, Any]) -> None:
@@ -231,17 +238,27 @@ def _kill_children() -> None:
     os.killpg(0, signal.SIGKILL)
 
 
+def _sizes(folder: str) -> tuple[list[int], list[str]]:
+    """The sizes of what is in a folder, and the folders in it, while a program changes it."""
+    sizes, folders = [], []
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                sizes.append(entry.stat(follow_symlinks=False).st_blocks * 512)
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(entry.path)
+    except OSError:
+        pass
+    return sizes, folders
+
+
 def _is_over(folder: str, megabytes: int) -> bool:
     """Whether a folder holds more than it may, by size or by number of files."""
     size, count, folders = 0, 0, [folder]
     while folders and count <= _MOST_FILES and size <= megabytes << 20:
-        with contextlib.suppress(OSError), os.scandir(folders.pop()) as entries:
-            for entry in entries:
-                count += 1
-                with contextlib.suppress(OSError):
-                    size += entry.stat(follow_symlinks=False).st_blocks * 512
-                    if entry.is_dir(follow_symlinks=False):
-                        folders.append(entry.path)
+        sizes, inside = _sizes(folders.pop())
+        folders += inside
+        size, count = size + sum(sizes), count + len(sizes)
     return count > _MOST_FILES or size > megabytes << 20
 
 
@@ -308,7 +325,7 @@ def _in_namespaces(spec: dict[str, Any], as_root: bool) -> int:
 
 def main() -> None:
     """Start what the specification says."""
-    spec = json.loads(sys.argv[1])
+    spec = marshal.loads(bytes.fromhex(sys.argv[1]))
     os.set_inheritable(spec["status"], False)
     try:
         _die_with(spec["parent"])
@@ -318,8 +335,7 @@ def main() -> None:
         start = _in_namespaces if spec["mode"] == "namespace" else _supervise
         os._exit(start(spec, os.geteuid() == 0))
     except BaseException as error:
-        with contextlib.suppress(OSError):
-            os.write(spec["status"], f"{error}"[:500].encode())
+        os.write(spec["status"], f"{error}"[:500].encode())
         os._exit(125)
 
 

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import marshal
 import os
 import platform
 import signal
@@ -159,7 +160,7 @@ class Sandbox:
                     mode, program, folder, given.fileno(), told.fileno(), [str(group) for group in groups]
                 )
                 process = await asyncio.create_subprocess_exec(
-                    *(_interpreter(), "-I", "-S", str(_LAUNCHER), json.dumps(spec)),
+                    *(_interpreter(), "-I", "-S", str(_LAUNCHER), marshal.dumps(spec).hex()),
                     stdin=asked,
                     stdout=asyncio.subprocess.PIPE,
                     stderr=asyncio.subprocess.DEVNULL,
