@@ -96,7 +96,7 @@ def test_what_is_wrong_is_found_before_the_model_is_loaded(
 @pytest.mark.parametrize("where", ["training", "evaluation"])
 def test_tests_that_a_program_could_forge_are_found_before_the_model_is_loaded(where: str, said: list[str]) -> None:
     good, bad = (
-        [{"instruction": "a", "metadata": {"tests": [test]}}] * 16
+        [{"instruction": test, "metadata": {"tests": [test]}}] * 16
         for test in ("assert f(1) == 2", "assert eval('f(1)') == 2")
     )
     run = config(workflow={"judger": "code"}, eval=DEV)
