@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from collections.abc import Iterator
+from typing import Any, get_args, get_origin
 
 import pytest
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from headrace.config import RunConfig
+from headrace import Model, Task, UnifiedTrainer
+from headrace.config import RunConfig, Section, SourceSection
+from headrace.config.effect import idle_settings
 from headrace.errors import ConfigError
 from headrace.runfile import build_config, field_paths
 
@@ -31,14 +34,14 @@ def every_setting() -> dict[str, FieldInfo]:
 SETTINGS = every_setting()
 
 
-def nested(key: str, value: Any) -> dict[str, Any]:
-    """The values of a run file in which `key` is `value`."""
+def nested(key: str, value: Any, bare: bool = False) -> dict[str, Any]:
+    """The values of a run file in which `key` is `value`; `bare` leaves out what else its section needs."""
     values: dict[str, Any] = {}
     section = values
     *parents, last = key.split(".")
     for done in range(len(parents)):
         path = ".".join(parents[:done])
-        section = section.setdefault(parents[done], dict(NAMED.get(path, {})))
+        section = section.setdefault(parents[done], {} if bare else dict(NAMED.get(path, {})))
     section[last] = value
     return values
 
@@ -91,3 +94,164 @@ def test_a_mistake_is_a_sentence(key: str, value: Any, says: str) -> None:
     with pytest.raises(ConfigError) as raised:
         build_config(nested(key, value))
     assert says in str(raised.value)
+
+
+# ---- settings without effect -----------------------------------------------------------------------------------------
+
+SET = {"tasks": "countdown"}
+RUNS: list[dict[str, Any]] = [
+    {},
+    {"algorithm": {"objective": "sft"}},
+    {"algorithm": {"objective": "dpo"}},
+    {"algorithm": {"objective": "dpo"}, "dpo": {"min_reward_gap": 0.5}},
+    {"algorithm": {"objective": "dpo"}, "workflow": {"name": "preference"}},
+    {"backend": {"name": "tinker"}},
+    {"backend": {"name": "tinker"}, "tinker": {"model": "theirs"}, "trainer": {"max_staleness": 2}},
+    {"backend": {"name": "tinker"}, "tinker": {"state": "tinker://a/weights/b"}, "trainer": {"max_staleness": 2}},
+    {"model": {"lora": {"rank": 4, "dropout": 0.1}}},
+    {"trainer": {"max_staleness": 2, "placement": "separate", "save_every": 2, "keep_best": 1}},
+    {"trainer": {"max_staleness": 2, "staleness": "count", "save_every_s": 0}},
+    {"run": {"deterministic": True}, "ledger": {"enabled": False}},
+    {"optimizer": {"schedule": "cosine", "warmup_steps": 3}},
+    {"rollout": {"group_size": 1}, "algorithm": {"estimator": "distill"}},
+    {"algorithm": {"estimator": "distill", "kl": {"coef": 0.1}}},
+    {"algorithm": {"estimator": "distill"}, "distill": {"teacher": "./other"}},
+    {"algorithm": {"estimator": "gae", "loss": "dppo_tv", "kl": {"coef": 0.1}}},
+    {"algorithm": {"estimator": "pkpo", "aggregation": "constant", "loss": "importance_sampling"}},
+    {"algorithm": {"roles": {"x": {"train": False}}}, "workflow": {"name": "mine.py:run"}},
+    {"algorithm": {"correction": {"name": "tis"}}},
+    {"algorithm": {"correction": {"name": "veto"}}},
+    {"sft": {"coef": 0.1}},
+    {"workflow": {"name": "mine.py:run", "judger": "exact"}},
+    {"data": {"mixture": {"y": SET}, "curriculum": {"target": 0.5}}, "filters": {"drop_uniform": True}},
+    {"eval": {"sets": {"x": {"tasks": "holdout", "temperature": 1.0}}}},
+    {"eval": {"sets": {"x": {"tasks": "countdown", "workflow": "mine.py:run", "judger": "exact"}}}},
+    {"simulate": {"from_run": "runs/x", "slow_share": 0.1}},
+    {"simulate": {"slow_share": 0.1}},
+]
+"""Between them, every condition of every setting holds in one and does not in another."""
+
+VALUES: dict[str, Any] = {
+    "run.name": "other", "judge.routes": {"*": {"name": "exact"}}, "optimizer.betas": [0.8, 0.9],
+    "data.columns": {"id": "a"},
+    "eval.sets.x.columns": {"id": "a"}, "data.mixture.x.columns": {"id": "a"}, "simulate.grid": {"run.seed": [1]},
+    "gateway.host": "127.0.0.2", "algorithm.roles.x.estimator": "grpo", "algorithm.roles.x.loss": "gspo",
+    "filters.drop_terminations": ["length"],
+}  # fmt: skip
+"""Values for settings whose type does not say enough."""
+
+
+def another_value(key: str, field: FieldInfo) -> Any:
+    """A value that is allowed and not the default."""
+    if key in VALUES:
+        return VALUES[key]
+    default = None if field.is_required() else field.get_default(call_default_factory=True)
+    options = kinds(field)
+    if bool in options:
+        return not default
+    if options & {int, float}:
+        lowest = max((getattr(rule, "ge", getattr(rule, "gt", 0)) for rule in field.metadata), default=0)
+        tries = [(default or 0) + 1, (default or 0) / 2, 0.5, 1, 2, lowest + 1]
+        return next(value for value in tries if value != default and not refused(key, value))
+    words = {
+        word for option in options for word in (option, *get_args(option))
+    }  # of a Literal, also of `Literal | None`
+    if choices := [choice for choice in words if isinstance(choice, str) and choice != default]:
+        return sorted(choices)[0]
+    return {dict: {"a": 1}, tuple: ["a"]}.get(get_origin(field.annotation), "something")
+
+
+def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    both = {**base, **over}
+    return {
+        key: merged(base[key], value) if isinstance(value, dict) and isinstance(base.get(key), dict) else value
+        for key, value in both.items()
+    }
+
+
+def declared(key: str) -> tuple[Any, ...] | None:
+    """What the section of a setting declares for it."""
+    section: Any = RunConfig
+    *parents, last = key.split(".")
+    for part in parents:
+        if isinstance(section, type) and issubclass(section, BaseModel):
+            section = section.model_fields[part].annotation
+        else:
+            section = get_args(section)[1]
+    return section.effects.get(last)
+
+
+def idle_in_runs(key: str, value: Any) -> Iterator[Any]:
+    """Per run, the condition that does not hold when the setting is made, or None; runs that cannot be are left out."""
+    for run in RUNS:
+        try:
+            config = RunConfig.model_validate(merged(merged(nested(key, value), run), nested(key, value, bare=True)))
+        except ValidationError:
+            continue
+        yield next((idle.condition for idle in idle_settings(config, ()) if idle.key == key), None)
+
+
+def test_every_setting_declares_when_it_has_effect() -> None:
+    assert [key for key in SETTINGS if declared(key) is None] == []
+
+
+def test_no_declaration_is_of_a_setting_that_is_not_there() -> None:
+    for section in Section.__subclasses__() + SourceSection.__subclasses__():
+        assert set(section.effects) <= set(section.model_fields), section
+
+
+@pytest.mark.parametrize("key", SETTINGS)
+def test_a_setting_is_refused_where_it_has_no_effect_and_accepted_where_it_has(key: str) -> None:
+    missing = {None, *(declared(key) or ())}  # None: it has effect
+    for found in idle_in_runs(key, another_value(key, SETTINGS[key])):
+        missing -= {found}
+        if not missing:
+            return
+    pytest.fail(f"no run in which: {[one.why if one else 'it has effect' for one in missing]}; add one to RUNS")
+
+
+def test_a_setting_without_effect_is_named_with_value_reason_and_remedy() -> None:
+    with pytest.raises(ConfigError) as raised:
+        build_config({"trainer": {"partial_rollouts": False}})
+    assert str(raised.value) == (
+        "configuration: trainer.partial_rollouts = false has no effect: trainer.max_staleness is 0, so nothing is "
+        "generated ahead of training; remove it, or raise trainer.max_staleness"
+    )
+
+
+def test_a_default_that_is_written_out_is_accepted() -> None:
+    build_config(RunConfig().model_dump(mode="json"), objects=())
+
+
+@pytest.mark.parametrize(
+    ("values", "words", "says"),
+    [
+        ({}, ["--optimizer.min_lr_ratio=0.1"], "command line: optimizer.min_lr_ratio = 0.1"),
+        ({"optimizer": {"min_lr_ratio": 0.1}}, [], "configuration: optimizer.min"),
+        (
+            {"trainer": {"staleness": "wait", "max_staleness": 1}},
+            ["--trainer.max-staleness=0"],
+            "command line: trainer.s",
+        ),
+        ({"optimizer": {"min_lr_ratio": 0.1}}, ["--optimizer.lr=0.1"], "configuration: optimizer.min"),
+        ({}, ["--rollout.group_size", "1"], "command line: rollout.group_size must be at least 2"),
+    ],
+)
+def test_what_an_override_does_is_blamed_on_it(values: dict[str, Any], words: list[str], says: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        build_config(values, words)
+    assert str(raised.value).startswith(says)
+
+
+def test_what_python_gives_as_objects_counts() -> None:
+    config = build_config({"judge": {"retries": 5}, "rollout": {"max_turns": 3}})
+    with pytest.raises(ConfigError, match=r"judge\.retries = 5 has no effect: there is no judger"):
+        UnifiedTrainer(config)
+    with pytest.raises(ConfigError, match=r"rollout\.max_turns = 3 has no effect") as raised:
+        UnifiedTrainer(config, judger=lambda task, episode: 1.0)
+    assert "judge.retries" not in str(raised.value)
+
+    async def workflow(task: Task, model: Model) -> float:
+        return 1.0
+
+    UnifiedTrainer(config, workflow=workflow, judger=lambda task, episode: 1.0)

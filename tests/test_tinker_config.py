@@ -33,17 +33,18 @@ from headrace.runfile import build_config
         ("--model.dtype=bfloat16", "model.dtype"),
         ("--backend.threads=2", "backend.threads"),
         ("--engine.prefill_tokens=64", "engine.prefill_tokens"),
-        ("--engine.cache_on_publish=recompute", "set tinker.segment_tokens"),
-        ("--tinker.segment_tokens=8", 'engine.cache_on_publish = "recompute"'),
+        ("--trainer.max_staleness=1 --engine.cache_on_publish=recompute", "set tinker.segment_tokens"),
+        ("--trainer.max_staleness=1 --tinker.segment_tokens=8", 'engine.cache_on_publish = "recompute"'),
+        ("--tinker.segment_tokens=8", "trainer.max_staleness is 0"),
+        ("--trainer.placement=separate", "trainer.placement"),
         ("--tinker.state=runs/mine", "tinker://RUN/weights/NAME"),
-        ("--tinker.state_optimizer=false", "does nothing without tinker.state"),
+        ("--tinker.state_optimizer=false", "has no effect: tinker.state is empty"),
         ("--tinker.train_attn=false --tinker.train_mlp=false --tinker.train_unembed=false", "nothing would be trained"),
     ],
 )
 def test_what_the_service_cannot_do_is_refused_with_the_remedy(words: str, says: str) -> None:
-    config = build_config({"backend": {"name": "tinker"}}, words.split())
     with pytest.raises(ConfigError) as raised:
-        TinkerBackend.check(config)
+        TinkerBackend.check(build_config({"backend": {"name": "tinker"}}, words.split()))
     assert says in str(raised.value)
 
 
@@ -53,7 +54,7 @@ def test_what_the_service_cannot_do_is_refused_with_the_remedy(words: str, says:
         "",
         "--engine.name=tinker --trainer.max_staleness=2",
         "--tinker.vocabulary=511 --algorithm.entropy_coef=0.1 --rollout.temperature=0.7",
-        "--tinker.segment_tokens=8 --engine.cache_on_publish=recompute",
+        "--tinker.segment_tokens=8 --engine.cache_on_publish=recompute --trainer.max_staleness=1",
         "--algorithm.kl.coef=0.1 --optimizer.weight_decay=0.1 --backend.micro_batch_tokens=64",
     ],
 )

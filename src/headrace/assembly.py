@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,9 @@ from headrace.agents.loop import AgentLoopManager, Limits
 from headrace.agents.remote_model import Client, NoEngine, remote_model
 from headrace.agents.workflow import RunFunction, as_run_function, demonstration, preference, single_turn
 from headrace.backends.base import Backend, SaysNumerics
-from headrace.combinations import check_combinations, chosen
+from headrace.combinations import check_combinations, check_settings
 from headrace.config import AlgorithmSection, EvalSet, RunConfig
+from headrace.config.conditions import chosen
 from headrace.data.sampler import TaskSampler
 from headrace.data.sources import load_source
 from headrace.data.task import Message, Task
@@ -68,9 +69,15 @@ class RunParts:
     grouping: Grouping | None
 
 
-def resolve_objective(config: RunConfig) -> RunConfig:
-    """Check the configuration, and fill in what the objective settles."""
-    check_combinations(config)
+def resolve_objective(config: RunConfig, objects: Collection[str] | None = None) -> RunConfig:
+    """Check the configuration, and fill in what the objective settles.
+
+    With `objects`, those that are given in place of names, settings without effect are refused, too.
+    """
+    if objects is None:
+        check_combinations(config)
+    else:
+        check_settings(config, objects)
     algorithm, rollout = config.algorithm, config.rollout
     if algorithm.objective == "sft":  # the same loop: one demonstration per task, all advantages 1, cross-entropy
         algorithm = algorithm.model_copy(update={"estimator": "constant", "loss": "cross_entropy"})

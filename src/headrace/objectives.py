@@ -15,8 +15,9 @@ from headrace.advantage.precomputed import brings_advantages
 from headrace.advantage.preference import form_pairs
 from headrace.agents.chat import ChatTemplate
 from headrace.backends.base import Backend
-from headrace.combinations import ONE_GROUP, chosen
+from headrace.combinations import ONE_GROUP
 from headrace.config import AlgorithmSection, RunConfig
+from headrace.config.conditions import chosen
 from headrace.data.episode import Trajectory, TrajectoryGroup
 from headrace.data.sample import NO_VERSION, Sample, TrainBatch, merge_steps
 from headrace.data.sampler import TaskSampler

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import copy
+import re
 import tomllib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from headrace.combinations import check_combinations
+from headrace.combinations import impossible
 from headrace.config import RunConfig
+from headrace.config.effect import idle_settings
 from headrace.errors import ConfigError
 from headrace.registry import nearest
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+def load_config(path: str | Path, overrides: Sequence[str] = (), objects: Collection[str] | None = None) -> RunConfig:
     """Read a TOML run file and apply overrides such as `["--trainer.steps", "2"]`."""
     path = Path(path)
-    return build_config(_read_toml(path), overrides, where=str(path))
+    return build_config(_read_toml(path), overrides, where=str(path), objects=objects)
 
 
 def build_config(
@@ -28,19 +30,27 @@ def build_config(
     overrides: Sequence[str] = (),
     where: str = "configuration",
     laid_by: str = "command line",
+    *,
+    objects: Collection[str] | None = None,
+    may_be_idle: bool = False,
 ) -> RunConfig:
-    """Validate nested values with overrides laid over them; a problem names where its value comes from."""
+    """Validate nested values with overrides laid over them; a problem names where its value comes from.
+
+    `objects` are those that will be given in place of names; `may_be_idle` accepts settings without effect.
+    """
     values = copy.deepcopy(values)  # overrides are laid over the caller's values, not written into them
     laid_over = dict(parse_overrides(overrides))
     for key, text in laid_over.items():
         _lay_over(values, key, _parse_value(text, _annotation_at(key.split("."))))
     try:
         config = RunConfig.model_validate(values)
-        check_combinations(config)
     except ValidationError as error:
         raise ConfigError(_explain(error, where, laid_over, laid_by)) from None
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from None
+    problems = impossible(config)
+    if not may_be_idle:
+        problems += [idle.text for idle in idle_settings(config, objects)]
+    if problems:
+        raise ConfigError(_by_source([(_mentions(text, laid_over), text) for text in problems], where, laid_by))
     return config
 
 
@@ -122,13 +132,26 @@ def _as_written(part: str, values: dict[str, Any]) -> str:
 def _explain(error: ValidationError, file: str, laid_over: Iterable[str], laid_by: str) -> str:
     """All problems, each under where it comes from: the file, or what was laid over it."""
     options = [f"{key.replace('-', '_')}." for key in laid_over]
-    told: dict[str, list[str]] = {}
+    told: list[tuple[bool, str]] = []
     for problem in error.errors():
         where = ".".join(str(part) for part in problem["loc"])
         path, unknown = f"{where.replace('-', '_')}.", problem["type"] == "extra_forbidden"
         laid = any(path.startswith(option) or (unknown and option.startswith(path)) for option in options)
-        told.setdefault(laid_by if laid else file, []).append(_sentence(problem, where))
-    return "; ".join(f"{source}: {'; '.join(sentences)}" for source, sentences in told.items())
+        told.append((laid, _sentence(problem, where)))
+    return _by_source(told, file, laid_by)
+
+
+def _by_source(problems: Iterable[tuple[bool, str]], file: str, laid_by: str) -> str:
+    """Sentences, each with whether what was laid over is to blame, under their source."""
+    found: dict[str, list[str]] = {}
+    for laid, sentence in problems:
+        found.setdefault(laid_by if laid else file, []).append(sentence)
+    return "; ".join(f"{source}: {'; '.join(sentences)}" for source, sentences in found.items())
+
+
+def _mentions(text: str, keys: Iterable[str]) -> bool:
+    """Whether a sentence is about one of these settings."""
+    return any(re.search(rf"(?<![\w.]){re.escape(key.replace('-', '_'))}(?![\w.]*\w)", text) for key in keys)
 
 
 def _sentence(problem: Any, where: str) -> str:

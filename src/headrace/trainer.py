@@ -74,7 +74,8 @@ class UnifiedTrainer:
         callbacks: Sequence[Callback] = (),
     ) -> None:
         self._as_given = config
-        self.config = resolve_objective(config)
+        given = {"workflow": workflow, "judger": judger}
+        self.config = resolve_objective(config, [name for name, one in given.items() if one is not None])
         self.step = 0
         self._given = (workflow, tasks, judger, eval_tasks)
         resolve("staleness", config.trainer.staleness)  # a wrong name is told before a run folder is made

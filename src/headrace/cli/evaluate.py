@@ -83,7 +83,7 @@ def _config_of_run(folder: Path, overrides: tuple[str, ...], trust: bool) -> Run
     if stored is None:
         raise ConfigError(f"{folder} is neither a run folder nor a checkpoint of one; give a run file or a run folder")
     require_trust(run, trust)
-    return build_config(stored, overrides, where=str(run / "config.json"))
+    return build_config(stored, overrides, where=str(run / "config.json"), may_be_idle=True)
 
 
 def export(

@@ -93,7 +93,7 @@ def read_run(file: str, overrides: tuple[str, ...], *options: str, run_dir: Path
     _refuse_unknown([file, *overrides], options)
     if file.startswith("-"):
         raise ConfigError(f"the run file comes first, got {file}; write FILE.toml {file} ...")
-    return load_config(file, [*overrides, *_run_dir_overrides(run_dir)])
+    return load_config(file, [*overrides, *_run_dir_overrides(run_dir)], objects=())
 
 
 def _read_resumed(run: Path, words: Sequence[str], run_dir: Path | None) -> RunConfig:
@@ -113,7 +113,7 @@ def _read_resumed(run: Path, words: Sequence[str], run_dir: Path | None) -> RunC
     if stored is None:
         raise ConfigError(f"{run} holds no run to go on with (it has no config.json); give the folder of a run")
     own = [*_run_dir_overrides(run), f"--run.resume={json.dumps(str(run), ensure_ascii=False)}"]
-    return build_config(stored, [*words, *own], where=str(run / "config.json"))
+    return build_config(stored, [*words, *own], where=str(run / "config.json"), objects=())
 
 
 def _refuse_unknown(words: Sequence[str], options: Sequence[str]) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from ipaddress import ip_address
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+import headrace.config.conditions as when
 from headrace.config.base import LONGEST_S, MOST_TOKENS, Section
+from headrace.config.effect import always, declare
 
 
 class WorkflowSection(Section):
@@ -25,6 +27,13 @@ class WorkflowSection(Section):
     judger_args: dict[str, Any] = {}
     """Keyword arguments of a judger class."""
 
+    effects: ClassVar = declare(
+        when.USES_WORKFLOW("name", "args"),
+        when.ROLLS_OUT("grouping"),
+        when.SAMPLES("judger", "judger_args"),
+        when.NAMED_JUDGER("judger_args"),
+    )
+
 
 class JudgeSection(Section):
     """Who judges which task, and what becomes of a judger's failure."""
@@ -40,6 +49,11 @@ class JudgeSection(Section):
     """How often judging is tried again if infrastructure failed: a connection, a time-out, a sandbox."""
     on_failure: Literal["fail_episode", "stop"] = "fail_episode"
     """What a judger's failure does: the episode fails (it does not count as wrong), or the run ends."""
+
+    effects: ClassVar = declare(
+        when.SAMPLES("routes", "concurrency", "timeout_s", "retries", "on_failure"),
+        when.JUDGED("concurrency", "timeout_s", "retries", "on_failure"),
+    )
 
 
 class GatewaySection(Section):
@@ -60,6 +74,10 @@ class GatewaySection(Section):
     unsupported: Literal["refuse", "warn"] = "refuse"
     """What is done about fields of a request that cannot be honoured: the request is refused, or it is answered
     without them, with one warning for each."""
+
+    effects: ClassVar = when.GATEWAY(
+        "host", "port", "token", "public_host", "max_body_mb", "keep_alive_s", "unsupported"
+    )
 
     @model_validator(mode="after")
     def _token_beyond_loopback(self) -> Self:
@@ -108,6 +126,14 @@ class RolloutSection(Section):
     """How often an episode is started again if infrastructure failed (a connection, a server, a sandbox). Failures of
     your own code are not tried again."""
 
+    effects: ClassVar = declare(
+        when.ROLLS_OUT("group_size", "temperature", "top_p", "top_k"),
+        when.SAMPLES("max_tokens", "stop", "max_concurrent", "timeout_s", "max_turns", "max_episode_tokens"),
+        when.SAMPLES("max_tool_calls", "retries"),
+        when.SEVERAL_TURNS("max_turns"),
+        when.TOOLS("max_tool_calls"),
+    )
+
 
 Weights = Literal["float32", "bfloat16", "int8"]
 
@@ -137,3 +163,13 @@ class EngineSection(Section):
     threads: int = Field(default=0, ge=0, le=4096)
     """Threads of a separate engine; 0 takes half the cores, and leaves the others to the learner; with
     run.deterministic, as many as the learner has."""
+
+    effects: ClassVar = declare(
+        always("name", "max_model_length", "health_every_s"),
+        when.SAMPLES("max_batch", "prefill_tokens", "kept_tokens", "weights", "threads"),
+        when.NOT_TINKER("prefill_tokens", "kept_tokens", "weights", "threads"),
+        when.NOT_DETERMINISTIC("kept_tokens"),
+        when.AHEAD("cache_on_publish"),
+        when.TINKER_SEGMENTS("cache_on_publish"),
+        when.SEPARATE("threads"),
+    )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
+import headrace.config.conditions as when
 from headrace.config.base import MOST_STEPS, MOST_TOKENS, Section
+from headrace.config.effect import always, declare
 
 
 class RoleSection(Section):
@@ -18,6 +20,12 @@ class RoleSection(Section):
     """Loss of this role; empty takes algorithm.loss."""
     train: bool = True
     """Whether this role's tokens are trained at all."""
+
+    effects: ClassVar = declare(
+        when.RL("estimator", "loss", "train"),
+        when.ROLE_COMES("estimator", "loss", "train"),
+        when.ROLE_TRAINED("estimator", "loss"),
+    )
 
 
 class CorrectionSection(Section):
@@ -35,6 +43,13 @@ class CorrectionSection(Section):
     floor: float = Field(default=1e-4, gt=0, le=1)
     """veto: a sequence with a token whose weight is below this is not trained."""
 
+    effects: ClassVar = declare(
+        when.RL("name", "level", "low", "high", "floor"),
+        when.correction_is("tis")("level"),
+        when.correction_is("tis", "icepop", "sequence_mask")("low", "high"),
+        when.correction_is("veto")("floor"),
+    )
+
 
 class KlSection(Section):
     """Keeps the policy near a frozen reference, which is loaded only if this is used."""
@@ -45,6 +60,13 @@ class KlSection(Section):
     """Estimate of the divergence. With d = log policy - log reference: k1 d, k2 d²/2, k3 exp(-d) - 1 + d, abs |d|."""
     where: Literal["loss", "reward"] = "loss"
     """Add it to the loss of each token, or take its sum off the trajectory's reward."""
+
+    effects: ClassVar = declare(
+        when.KL_NOT_DPO("coef", "kind", "where"),
+        when.RL("coef", "kind", "where"),
+        when.KL("kind", "where"),
+        when.KL_OFF_REWARD("where"),
+    )
 
 
 class AlgorithmSection(Section):
@@ -98,6 +120,23 @@ class AlgorithmSection(Section):
     advantage_mode: Literal["broadcast", "per_step"] = "broadcast"
     """"per_step" is gone: it warns and does what "broadcast" does; set workflow.grouping = "by_step" instead."""
 
+    effects: ClassVar = declare(
+        always("objective", "advantage_mode"),
+        when.LOSS_OF_OBJECTIVE("loss"),
+        when.RL("estimator", "use_precomputed_advantage", "value_head", "proximal", "pass_k", "normalize_by_std"),
+        when.RL("gamma", "gae_lambda", "value_coef", "clip_low", "clip_high", "dual_clip", "dppo_delta"),
+        when.NOT_DPO("entropy_coef", "aggregation", "aggregation_length"),
+        when.DIVIDES_BY_LENGTH("aggregation_length"),
+        when.READS_OLD("proximal"),
+        when.VALUES("value_head"),
+        when.read_by("estimator", "grpo")("normalize_by_std"),
+        when.read_by("estimator", "pkpo")("pass_k"),
+        when.read_by("estimator", "gae")("gamma", "gae_lambda", "value_coef"),
+        when.read_by("loss", "ppo_clip", "gspo", "cispo")("clip_low", "clip_high"),
+        when.read_by("loss", "ppo_clip", "gspo")("dual_clip"),
+        when.read_by("loss", "dppo_tv", "dppo_kl")("dppo_delta"),
+    )
+
     def for_role(self, role: str) -> AlgorithmSection:
         """These settings with the role's own laid over them."""
         own = self.roles.get(role)
@@ -121,6 +160,12 @@ class DistillSection(Section):
     clip: float | None = Field(default=None, gt=0, le=1e6)
     """Largest size of an advantage; empty for none."""
 
+    effects: ClassVar = declare(
+        when.RL("teacher", "refresh_every", "coef", "discount", "clip"),
+        when.TEACHES("teacher", "refresh_every", "coef", "discount", "clip"),
+        when.TEACHER_IS_POLICY("refresh_every"),
+    )
+
 
 class DpoSection(Section):
     """Preference pairs, for objective "dpo"."""
@@ -131,6 +176,10 @@ class DpoSection(Section):
     """Pairs whose rewards differ by less are skipped."""
     drop_ties: bool = True
     """Skip groups whose best and worst rewards are equal; false trains the first against the last of them."""
+
+    effects: ClassVar = declare(
+        when.DPO("beta", "min_reward_gap", "drop_ties"), when.ROLLS_OUT("drop_ties"), when.CAN_TIE("drop_ties")
+    )
 
 
 class SftSection(Section):
@@ -145,6 +194,12 @@ class SftSection(Section):
     """Keyword arguments of the source."""
     batch_size: int = Field(default=16, ge=1, le=65_536)
     """Demonstrations per optimizer step."""
+
+    effects: ClassVar = declare(
+        when.NOT_SFT_TERM("coef", "tasks", "args", "batch_size"),
+        when.RL("coef", "tasks", "args", "batch_size"),
+        when.SFT_TERM("tasks", "args", "batch_size"),
+    )
 
 
 class FilterSection(Section):
@@ -161,3 +216,10 @@ class FilterSection(Section):
     others; 0 turns it off."""
     most_replacements: int = Field(default=100, ge=1, le=1_000_000)
     """How many groups (or added batches) in a row may come to nothing before the run ends with the reason."""
+
+    effects: ClassVar = declare(
+        always("min_trajectories", "most_replacements"),
+        when.ROLLS_OUT("drop_uniform", "min_partial_tasks", "drop_terminations"),
+        when.SEVERAL_ROLLOUTS("drop_uniform", "min_partial_tasks"),
+        when.COMPARES_REWARDS("drop_uniform", "min_partial_tasks"),
+    )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+
+from headrace.config.effect import Effects
 
 MOST_STEPS = 100_000_000
 """Beyond these a setting is a slip of the hand: it would overflow or fill the memory before it is of use."""
@@ -19,6 +21,9 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False
     )
+
+    effects: ClassVar[Effects] = {}
+    """When each field has effect. Fields that are sections, or tables of them, are left to these."""
 
     @field_validator("*", mode="before")
     @classmethod

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+import headrace.config.conditions as when
 from headrace.config.base import MOST_STEPS, MOST_TOKENS, Section
+from headrace.config.effect import Effects, always, declare
 
 _TASK_FIELDS = ("id", "messages", "instruction", "answer", "source", "metadata")
 
@@ -28,6 +30,8 @@ class SourceSection(Section):
     """Put the columns that are no fields of a task into its metadata."""
     system: str | None = None
     """System prompt put before tasks that have none; empty takes data.system."""
+
+    effects: ClassVar[Effects] = always("tasks", "args", "columns", "template", "keep_columns", "system")
 
     @field_validator("columns")
     @classmethod
@@ -51,6 +55,8 @@ class MixtureSection(SourceSection):
     weight: float = Field(default=1.0, gt=0, le=1e6)
     """Its share of the tasks drawn, relative to the other sources' weights."""
 
+    effects: ClassVar = declare(SourceSection.effects, when.SEVERAL_SOURCES("weight"))
+
 
 class CurriculumSection(Section):
     """Draws tasks more often whose success rate is near a target."""
@@ -63,6 +69,10 @@ class CurriculumSection(Section):
     """How often the tasks furthest from the target are drawn, as a share of how often those at the target are."""
     memory: float = Field(default=0.5, ge=0, lt=1)
     """How much of the running rate is kept when a group is finished; 0 takes the newest group alone."""
+
+    effects: ClassVar = declare(
+        when.ROLLS_OUT("target", "by", "least", "memory"), when.CURRICULUM("by", "least", "memory")
+    )
 
 
 class DataSection(SourceSection):
@@ -90,22 +100,19 @@ class DataSection(SourceSection):
     """Drop the last, short batch of an epoch; false hands it out short or, above max_staleness 0, fills it up from the
     next epoch."""
 
+    effects: ClassVar = declare(
+        always("system", "holdout", "on_bad_row", "shuffle"),
+        when.SOURCE_NOT_MIXED("tasks", "args", "columns", "template", "keep_columns"),
+        when.HAS_SETS("on_overlap"),
+        when.NO_CURRICULUM("drop_last"),
+    )
+
     @field_validator("holdout")
     @classmethod
     def _is_share_or_number(cls, holdout: int | float) -> int | float:
         if isinstance(holdout, float) and holdout >= 1:
             raise ValueError(f"a share is below 1 (0.1), a number of tasks has no point (200), got {holdout}")
         return holdout
-
-    @model_validator(mode="after")
-    def _no_idle_settings(self) -> Self:
-        """What does nothing is refused."""
-        for name in ("tasks", "args", "columns", "template", "keep_columns"):
-            if self.mixture and getattr(self, name) != DataSection.model_fields[name].default:
-                raise ValueError(f"{name} does nothing beside a mixture; set it in [data.mixture.NAME]")
-        if self.curriculum.target is not None and not self.drop_last:
-            raise ValueError("drop_last = false does nothing with a curriculum, whose batches are all full; remove it")
-        return self
 
 
 class EvalSet(SourceSection):
@@ -132,15 +139,14 @@ class EvalSet(SourceSection):
     judger_args: dict[str, Any] = {}
     """Keyword arguments of its own judger."""
 
-    @model_validator(mode="after")
-    def _no_idle_settings(self) -> Self:
-        """What does nothing is refused."""
-        for name in ("workflow", "judger"):
-            if getattr(self, f"{name}_args") and getattr(self, name) is None:
-                raise ValueError(f"{name}_args are those of a {name} of the set's own; set {name} too")
-        if self.top_p < 1 and self.temperature == 0:
-            raise ValueError(f"top_p = {self.top_p:g} does nothing at temperature 0; raise temperature or remove top_p")
-        return self
+    effects: ClassVar = declare(
+        always("tasks", "args", "temperature", "max_tokens", "limit", "workflow", "judger"),
+        when.OWN_TASKS("columns", "template", "keep_columns", "system"),
+        when.ATTEMPTS_DIFFER("attempts"),
+        when.WARM("top_p"),
+        when.OWN_WORKFLOW("workflow_args"),
+        when.OWN_JUDGER("judger_args"),
+    )
 
 
 class EvalSection(Section):
@@ -156,3 +162,5 @@ class EvalSection(Section):
     """Evaluation sets by name."""
     metrics: tuple[str, ...] = ()
     """"module:function" of your own: gets the episodes of a set, a list per task, and returns {name: number}."""
+
+    effects: ClassVar = when.HAS_SETS("every", "before", "after", "metrics")

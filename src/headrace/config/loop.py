@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
+import headrace.config.conditions as when
 from headrace.config.base import LONGEST_S, MOST_STEPS, MOST_TOKENS, Section, flatten
+from headrace.config.effect import always, declare
 
 
 class TrainerSection(Section):
@@ -39,7 +41,7 @@ class TrainerSection(Section):
     Empty: where none can be in flight (max_staleness 0)."""
     save_every: int = Field(default=0, ge=0, le=MOST_STEPS)
     """Checkpoint every so many steps; 0 never (the last step is still saved when save_last is true)."""
-    save_every_s: float = Field(default=600.0, ge=0)
+    save_every_s: float = Field(default=600.0, ge=0, le=1e9)
     """Checkpoint, too, when so many seconds have passed since the last one; 0 never. It bounds what a kill costs, and
     changes no result."""
     save_last: bool = True
@@ -58,6 +60,19 @@ class TrainerSection(Section):
     """Longest duration of one call of your code that no other time limit covers: a callback, a grouping hook, an
     estimator, an evaluation metric, `start` of a workflow. Over it, the run ends."""
 
+    effects: ClassVar = declare(
+        always("steps", "batch_size", "updates_per_batch", "stream", "callbacks"),
+        always("save_every", "save_every_s", "save_last", "keep_best"),
+        when.NOT_TINKER("placement", "release_cache"),
+        when.SAMPLES("placement"),
+        when.ROLLS_OUT("max_staleness"),
+        when.AHEAD("staleness", "partial_rollouts"),
+        when.CACHE_SHARED("release_cache"),
+        when.SAVES_ON_THE_WAY("keep_last"),
+        when.KEEPS_BEST("best_metric"),
+        when.COPIES("save_async"),
+    )
+
 
 class ProduceSection(Section):
     """How rollouts are started and handed to the learner."""
@@ -75,6 +90,8 @@ class ProduceSection(Section):
     spill_above_mb: float = Field(default=1024.0, gt=0, le=1e9)
     """Whole groups that wait to be trained are kept on disk beyond so much memory."""
 
+    effects: ClassVar = declare(always("reuse", "spill_above_mb"), when.AHEAD("over_sample", "order", "capacity"))
+
 
 class AlarmSection(Section):
     """What happens when the learner's log-probabilities differ from those that the same version sampled with."""
@@ -83,6 +100,10 @@ class AlarmSection(Section):
     """Mean absolute difference above which a warning is given."""
     stop_drift: float = Field(default=0.5, gt=0, le=1000)
     """Mean absolute difference above which the run ends: the engine does not have the weights it should have."""
+
+    effects: ClassVar = declare(
+        when.ROLLS_OUT("warn_drift", "stop_drift"), when.SAMPLES_AS_LEARNED("warn_drift", "stop_drift")
+    )
 
 
 class DriftSection(Section):
@@ -98,6 +119,10 @@ class DriftSection(Section):
     its logarithm."""
     noise: float = Field(default=0.0, ge=0, le=1000)
     """Standard deviation of what sampler and learner differ by at the same version, from rounding."""
+
+    effects: ClassVar = declare(
+        when.AHEAD("sigma", "power", "spread", "noise"), when.MEASURES_DRIFT("sigma", "power", "spread", "noise")
+    )
 
 
 class SimulateSection(Section):
@@ -134,6 +159,15 @@ class SimulateSection(Section):
     """Settings to compare: a key of the run file and its values. Every combination is simulated."""
     drift: DriftSection = DriftSection()
     """How far the policy moves, for policies that measure it."""
+
+    effects: ClassVar = declare(
+        always("from_run", "steps", "warmup", "grid"),
+        when.GIVEN_DURATIONS("group_s", "group_spread", "slow_share", "slow_factor", "learn_s", "failed_share"),
+        when.GIVEN_DURATIONS("filtered_share", "token_place", "slow_token_place"),
+        always("tokens"),
+        when.SLOW_TASKS("slow_factor", "slow_token_place"),
+        when.DROPS_UNIFORM("filtered_share"),
+    )
 
     @field_validator("grid", mode="before")
     @classmethod

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
+import headrace.config.conditions as when
 from headrace.config.base import MOST_STEPS, MOST_TOKENS, Section
+from headrace.config.effect import always, declare
 
 _LONGEST_NAME = 200  # of 255 on most file systems: "-2" and other endings are added
 
@@ -28,6 +30,8 @@ class RunSection(Section):
     """Make two runs of the same file equal to the bit: each sequence is computed in products of fixed shape, so that
     it does not depend on what else happens to be in the batch, by a fixed number of threads (backend.threads). Costs
     some speed."""
+
+    effects: ClassVar = always("name", "dir", "resume", "seed", "deterministic")
 
     @field_validator("name")
     @classmethod
@@ -58,6 +62,10 @@ class LoraSection(Section):
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     """Names of the linear layers that get an adapter."""
 
+    effects: ClassVar = declare(
+        when.TINKER_RANK("rank", "alpha", "dropout", "targets"), when.LORA("alpha", "dropout", "targets")
+    )
+
 
 class ModelSection(Section):
     """Which model is trained."""
@@ -70,6 +78,8 @@ class ModelSection(Section):
     """Adapters; leave rank at 0 to train all weights."""
     fast_path: bool = True
     """Use Headrace's own forward for the Llama family; false always uses the transformers forward."""
+
+    effects: ClassVar = declare(when.NAMED_HERE("name"), when.NOT_TINKER("dtype", "fast_path"))
 
 
 class BackendSection(Section):
@@ -89,6 +99,11 @@ class BackendSection(Section):
     threads: int = Field(default=0, ge=0, le=4096)
     """Threads of the tensor library; 0 leaves its own choice, and is 2 with run.deterministic, whose results depend on
     it."""
+
+    effects: ClassVar = declare(
+        always("name", "micro_batch_tokens"),
+        when.NOT_TINKER("logits_chunk", "share_prefixes", "gradient_checkpointing", "threads"),
+    )
 
 
 Decay = Annotated[float, Field(ge=0, lt=1, strict=True)]  # strict: true is no number
@@ -116,6 +131,12 @@ class OptimizerSection(Section):
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
     """Share of the peak at which linear and cosine end."""
 
+    effects: ClassVar = declare(
+        always("lr", "betas", "eps", "weight_decay", "grad_clip", "schedule", "warmup_steps"),
+        when.NO_WARMUP_STEPS("warmup_ratio"),
+        when.FALLS("min_lr_ratio"),
+    )
+
 
 class TrackSection(Section):
     """Where metrics go."""
@@ -124,6 +145,8 @@ class TrackSection(Section):
     """Registered trackers or "module:class" of your own."""
     plot: bool = True
     """Draw the reward curve into the run folder at the end (needs the extra plot)."""
+
+    effects: ClassVar = always("trackers", "plot")
 
 
 class LedgerSection(Section):
@@ -135,3 +158,5 @@ class LedgerSection(Section):
     keep_steps: int = Field(default=0, ge=0, le=MOST_STEPS)
     """Keep what was said in episodes that were trained, or thrown away, up to so many steps ago; of older ones only the
     figures. 0 keeps everything."""
+
+    effects: ClassVar = declare(always("enabled"), when.LEDGER("keep_steps"))

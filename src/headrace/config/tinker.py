@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from pydantic import Field
 
+import headrace.config.conditions as when
 from headrace.config.base import LONGEST_S, MOST_TOKENS, Section
+from headrace.config.effect import declare
 
 
 class TinkerSection(Section):
@@ -41,3 +45,10 @@ class TinkerSection(Section):
     vocabulary: int | None = Field(default=None, ge=2, le=MOST_TOKENS)
     """Tokens that the model can put out. If it is set, the log-probability of every one of them is asked for wherever a
     token is scored: for temperatures other than 1 and an entropy bonus. Only for small vocabularies."""
+
+    effects: ClassVar = declare(
+        when.TINKER("base_url", "api_key_env", "model", "tokenizer", "renderer_name", "rank", "train_attn"),
+        when.TINKER("train_mlp", "train_unembed", "state", "state_optimizer", "ttl_s", "segment_tokens", "vocabulary"),
+        when.TINKER_STATE("state_optimizer"),
+        when.AHEAD("segment_tokens"),
+    )

@@ -78,11 +78,9 @@ def load_evaluation(section: EvalSet, data: DataSection, held_out: list[Task], n
     if section.tasks != HOLDOUT:
         return load_source(section, system=data.system, skip_bad=data.on_bad_row == "skip")
     where = f'eval.sets.{name}.tasks = "{HOLDOUT}"'
-    idle = [key for key in ("columns", "template", "keep_columns", "system") if getattr(section, key)]
-    unknown = [f"args.{key}" for key in section.args if key != "count"]
-    if idle or unknown:
+    if unknown := [key for key in section.args if key != "count"]:
         raise ConfigError(
-            f"{where} takes the tasks as training has them, so {(idle + unknown)[0]} does nothing; remove it"
+            f"{where} takes the tasks as training has them, so args.{unknown[0]} has no effect; remove it"
         )
     count = section.args.get("count")
     if not held_out:

@@ -7,9 +7,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
+from operator import attrgetter
 from typing import Any
 
 from headrace.config import RunConfig
+from headrace.config.effect import idle_settings
 from headrace.errors import ConfigError
 from headrace.pipeline.durations import durations_of
 from headrace.pipeline.simulate import check_simulated, simulate
@@ -66,9 +68,11 @@ def grid_points(config: RunConfig) -> list[GridPoint]:
         settings = dict(zip(grid, values, strict=True))
         words = [f"--{key}={json.dumps(value, ensure_ascii=False)}" for key, value in settings.items()]
         where = " ".join(["simulate.grid", *words]) if words else "simulate"
-        point = GridPoint(settings, build_config(given, words, where, laid_by=where))
+        point = GridPoint(settings, build_config(given, words, where, laid_by=where, may_be_idle=True))
         check_simulated(point.config)
         points.append(point)
+    for key in grid:
+        _check_effect(key, points)
     return points
 
 
@@ -89,6 +93,15 @@ def _check_key(key: str, values: tuple[Any, ...]) -> None:
     exists = key in {path for path, _ in field_paths()}
     problem = "changes nothing in a simulation" if exists else f"is no setting{nearest(key, _known_keys())}"
     raise ConfigError(f'simulate.grid: "{key}" {problem}; what can vary is {", ".join(_known_keys())}')
+
+
+def _check_effect(key: str, points: list[GridPoint]) -> None:
+    """Refuse what varies and has no effect in any combination; in some of them it may have none."""
+    usual = attrgetter(key)(RunConfig())
+    changed = [point for point in points if attrgetter(key)(point.config) != usual]
+    idle = [found.text for point in changed for found in idle_settings(point.config) if found.key == key]
+    if idle and len(idle) == len(changed):
+        raise ConfigError(f"simulate.grid: {idle[0]}")
 
 
 def _known_keys() -> list[str]:

@@ -16,8 +16,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from headrace.combinations import ONE_GROUP, chosen
-from headrace.config import RunConfig, SimulateSection
+from headrace.combinations import ONE_GROUP
+from headrace.config import RunConfig
+from headrace.config.conditions import chosen
 from headrace.data.sample import Sample
 from headrace.data.seeds import derive_seed
 from headrace.errors import ConfigError
@@ -32,10 +33,6 @@ from headrace.pipeline.virtual import VirtualGroup, VirtualPolicy, VirtualRollou
 from headrace.registry import resolve
 
 _ROUNDING = 1e-9
-_GIVEN = (
-    "group_s", "group_spread", "slow_share", "slow_factor", "learn_s", "failed_share", "filtered_share", "token_place",
-    "slow_token_place",
-)  # fmt: skip
 
 
 def simulate(config: RunConfig, durations: Durations | None = None, *, ends: bool = False) -> Outcome:
@@ -54,16 +51,6 @@ def check_simulated(config: RunConfig) -> None:
         )
     if config.filters.min_partial_tasks:
         raise ConfigError("filters.min_partial_tasks is not simulated; remove it, or set it to 0")
-    given = [key for key in _GIVEN if getattr(section, key) != SimulateSection.model_fields[key].get_default()]
-    if section.from_run is not None and given:
-        raise ConfigError(
-            f"simulate.{given[0]} does nothing beside simulate.from_run, which measured it; remove one of the two"
-        )
-    if section.filtered_share and not config.filters.drop_uniform:
-        raise ConfigError(
-            f"simulate.filtered_share is {section.filtered_share:g}, but nothing filters groups; "
-            f"set filters.drop_uniform = true or remove it"
-        )
     if (section.warmup or 0) >= section.steps:
         raise ConfigError(
             f"simulate.warmup is {section.warmup} of {section.steps} steps, which leaves none to count; "

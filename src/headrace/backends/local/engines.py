@@ -78,12 +78,7 @@ def learner_threads(config: RunConfig) -> int:
 
 
 def check_threads(config: RunConfig) -> None:
-    """`engine.threads` means something only where the engine has threads of its own."""
-    if config.engine.threads and config.trainer.placement == "colocate":
-        raise ConfigError(
-            f"engine.threads is {config.engine.threads}, but a colocated engine shares the learner's threads; set "
-            f'backend.threads, or trainer.placement = "separate"'
-        )
+    """With `run.deterministic` the number of threads must be what it is set to."""
     if config.run.deterministic:
         _require_threads(max(learner_threads(config), _engine_threads(config)))
 

@@ -1,0 +1,288 @@
+"""The conditions under which settings have effect; the sections say which of their fields need which."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from headrace.config.effect import Condition
+from headrace.registry import builtin
+
+if TYPE_CHECKING:
+    from headrace.config import AlgorithmSection, RunConfig
+
+# ---- what the conditions ask ---------------------------------------------------------------------------------------
+
+
+def chosen(algorithm: AlgorithmSection, kind: str) -> set[str]:
+    """Names of the estimators or losses that the run uses, over all roles."""
+    own = {getattr(role, kind) for role in algorithm.roles.values()}
+    return {getattr(algorithm, kind), *(name for name in own if name)}
+
+
+def has_own(names: Collection[str], kind: str) -> bool:
+    """Whether one is a user's own, which may read anything."""
+    return not set(names) <= builtin(kind).keys()
+
+
+def reads_pairs(config: RunConfig) -> bool:
+    """Whether preference pairs come from a file: each task is then one episode with two replies."""
+    return config.algorithm.objective == "dpo" and config.workflow.name == "preference"
+
+
+def rolls_out(config: RunConfig) -> bool:
+    """Whether what is trained is sampled by the run itself."""
+    return config.algorithm.objective != "sft" and not reads_pairs(config)
+
+
+def _uses_workflow(config: RunConfig, *names: str) -> bool:
+    """Whether a workflow that is used, in training or evaluation, is one of these or a user's own."""
+    used = {config.workflow.name, *(one.workflow for one in config.eval.sets.values() if one.workflow)}
+    return has_own(used, "workflow") or bool(used & set(names))
+
+
+def _varies(config: RunConfig, key: str) -> bool:
+    return key in config.simulate.grid
+
+
+def _reads_old(config: RunConfig) -> bool:
+    losses = chosen(config.algorithm, "loss")
+    return has_own(losses, "loss") or bool(losses & READ_OLD_LOGPROBS) or config.algorithm.correction.name != "none"
+
+
+def _compares_rewards(config: RunConfig) -> bool:
+    algorithm = config.algorithm
+    return algorithm.objective == "dpo" or chosen(algorithm, "estimator") != {"distill"}
+
+
+def _samples_as_learned(config: RunConfig) -> bool:
+    rollout, model = config.rollout, config.model
+    return rollout.top_p == 1 and not rollout.top_k and not model.lora.dropout and config.engine.weights == "float32"
+
+
+READ_OLD_LOGPROBS = {"ppo_clip", "gspo", "cispo"}
+READ_NO_REWARD = {"distill", "constant"}
+_ONE_CALL = {"single_turn", "demonstration", "preference"}
+_SEVERAL_CALLS = tuple(builtin("workflow").keys() - _ONE_CALL)
+_ONE_ROLE = tuple(builtin("workflow").keys() - {"external_agent"})  # whose program may name roles
+_GIVEN_TEXTS = "objective {c.algorithm.objective} trains on given texts, not on rollouts"
+
+
+# ---- conditions ----------------------------------------------------------------------------------------------------
+
+RL = Condition(
+    lambda s: s.c.algorithm.objective == "rl",
+    'objective {c.algorithm.objective} does not read it, only "rl" does',
+)
+DPO = Condition(
+    lambda s: s.c.algorithm.objective == "dpo",
+    'it is for algorithm.objective = "dpo", and the objective is "{c.algorithm.objective}"',
+    "remove it, or set the objective",
+)
+NOT_DPO = Condition(lambda s: s.c.algorithm.objective != "dpo", "objective dpo does not read it")
+KL_NOT_DPO = Condition(
+    lambda s: s.c.algorithm.objective != "dpo", "the beta of objective dpo pulls to the reference", "set dpo.beta"
+)
+NOT_SFT_TERM = Condition(
+    lambda s: s.c.algorithm.objective != "sft",
+    "[sft] mixes demonstrations into reinforcement learning, and the objective is sft already",
+    "remove it; demonstrations come from [data]",
+)
+LOSS_OF_OBJECTIVE = Condition(
+    lambda s: s.c.algorithm.objective == "rl" or (s.c.algorithm.objective == s.own.loss == "dpo"),
+    "objective {c.algorithm.objective} has a loss of its own",
+)
+USES_WORKFLOW = Condition(
+    lambda s: s.c.algorithm.objective != "sft" or bool(s.c.eval.sets),
+    "objective sft trains on the tasks' own messages, and there is no evaluation set",
+    "remove it, or add a section [eval.sets.NAME]",
+)
+ROLLS_OUT = Condition(lambda s: rolls_out(s.c), _GIVEN_TEXTS)
+SAMPLES = Condition(
+    lambda s: rolls_out(s.c) or bool(s.c.eval.sets),
+    f"{_GIVEN_TEXTS}, and there is no evaluation set",
+    "remove it, or add a section [eval.sets.NAME]",
+)
+AHEAD = Condition(
+    lambda s: s.c.trainer.max_staleness > 0 or _varies(s.c, "trainer.max_staleness"),
+    "trainer.max_staleness is 0, so nothing is generated ahead of training",
+    "remove it, or raise trainer.max_staleness",
+)
+NOT_TINKER = Condition(
+    lambda s: s.c.backend.name != "tinker",
+    'backend "tinker" leaves it to the service',
+    "remove it, or change backend.name",
+)
+TINKER_RANK = Condition(lambda s: s.c.backend.name != "tinker", "the adapters are the service's", "set tinker.rank")
+TINKER = Condition(
+    lambda s: s.c.backend.name == "tinker" or has_own({s.c.backend.name}, "backend"),
+    'it is for backend "tinker", and backend.name is "{c.backend.name}"',
+)
+NAMED_HERE = Condition(
+    lambda s: s.c.backend.name != "tinker" or not s.c.tinker.model,
+    'tinker.model = "{c.tinker.model}" says which model the service trains',
+    "remove one of the two",
+)
+TINKER_STATE = Condition(lambda s: bool(s.own.state), "tinker.state is empty", "remove it, or set tinker.state")
+TINKER_SEGMENTS = Condition(
+    lambda s: s.c.backend.name != "tinker" or s.c.tinker.segment_tokens is not None,
+    "one request per reply ends under the weights it began with",
+    "remove it, or set tinker.segment_tokens",
+)
+LORA = Condition(
+    lambda s: s.own.rank > 0, "model.lora.rank is 0, so there are no adapters", "remove it, or raise model.lora.rank"
+)
+FALLS = Condition(
+    lambda s: s.own.schedule != "constant",
+    'optimizer.schedule is "constant", so the learning rate does not fall',
+    'remove it, or set optimizer.schedule to "linear" or "cosine"',
+)
+NO_WARMUP_STEPS = Condition(
+    lambda s: s.own.warmup_steps == 0,
+    "optimizer.warmup_steps = {own.warmup_steps} says how long the warm-up is",
+    "remove one of the two",
+)
+SEPARATE = Condition(
+    lambda s: s.c.trainer.placement == "separate" or has_own({s.c.backend.name}, "backend"),
+    "a colocated engine shares the learner's threads",
+    'set backend.threads, or trainer.placement = "separate"',
+)
+CACHE_SHARED = Condition(
+    lambda s: not s.own.release_cache or s.own.placement == "colocate",
+    "a separate engine shares no memory with the learner",
+)
+SAVES_ON_THE_WAY = Condition(
+    lambda s: s.own.save_every > 0 or s.own.save_every_s > 0,
+    "trainer.save_every and trainer.save_every_s are 0, so only the last step is saved",
+    "remove it, or set one of these",
+)
+COPIES = Condition(
+    lambda s: not s.own.save_async or s.own.save_every > 0 or s.own.save_every_s > 0,
+    "trainer.save_every and trainer.save_every_s are 0, and the last step is saved without a copy",
+    "remove it, or set one of these",
+)
+KEEPS_BEST = Condition(lambda s: s.own.keep_best > 0, "trainer.keep_best is 0", "remove it, or set trainer.keep_best")
+HAS_SETS = Condition(
+    lambda s: bool(s.c.eval.sets), "there is no evaluation set", "remove it, or add a section [eval.sets.NAME]"
+)
+SOURCE_NOT_MIXED = Condition(
+    lambda s: not s.own.mixture, "data.mixture says where tasks come from", "set it in [data.mixture.NAME]"
+)
+SEVERAL_SOURCES = Condition(lambda s: len(s.c.data.mixture) > 1, "the mixture has only one source")
+CURRICULUM = Condition(
+    lambda s: s.own.target is not None,
+    "data.curriculum.target is empty, so all tasks are drawn alike",
+    "remove it, or set data.curriculum.target",
+)
+NO_CURRICULUM = Condition(lambda s: s.own.curriculum.target is None, "the batches of a curriculum are all full")
+OWN_TASKS = Condition(
+    lambda s: s.own.tasks != "holdout", 'with {at}.tasks = "holdout" the tasks are taken as training has them'
+)
+WARM = Condition(lambda s: s.own.temperature > 0, "{at}.temperature is 0", "remove it, or raise {at}.temperature")
+ATTEMPTS_DIFFER = Condition(
+    lambda s: s.own.temperature > 0,
+    "{at}.temperature is 0, where all attempts are the same",
+    "raise {at}.temperature, or set attempts = 1",
+)
+OWN_WORKFLOW = Condition(lambda s: s.own.workflow is not None, "{at}.workflow is empty", "set {at}.workflow, too")
+OWN_JUDGER = Condition(lambda s: s.own.judger is not None, "{at}.judger is empty", "set {at}.judger, too")
+NAMED_JUDGER = Condition(lambda s: bool(s.c.workflow.judger), "workflow.judger is empty", "set workflow.judger, too")
+JUDGED = Condition(
+    lambda s: bool(s.c.workflow.judger or s.c.judge.routes or any(one.judger for one in s.c.eval.sets.values())),
+    "there is no judger",
+    "remove it, or set workflow.judger or judge.routes",
+)
+SEVERAL_TURNS = Condition(
+    lambda s: _uses_workflow(s.c, *_SEVERAL_CALLS),
+    'workflow "{c.workflow.name}" makes one model call per episode',
+)
+TOOLS = Condition(lambda s: _uses_workflow(s.c, "tool_agent"), 'workflow "{c.workflow.name}" calls no tools')
+GATEWAY = Condition(lambda s: _uses_workflow(s.c, "external_agent"), 'workflow "{c.workflow.name}" opens no gateway')
+ROLE_COMES = Condition(
+    lambda s: s.c.workflow.name not in _ONE_ROLE or s.at.rpartition(".")[2] == "agent",
+    'the trajectories of workflow "{c.workflow.name}" have the role "agent"',
+    "remove it, or call the section [algorithm.roles.agent]",
+)
+ROLE_TRAINED = Condition(lambda s: s.own.train, "{at}.train is false", "remove one of the two")
+NOT_DETERMINISTIC = Condition(
+    lambda s: not s.c.run.deterministic, "run.deterministic keeps none", "remove it, or unset run.deterministic"
+)
+SAMPLES_AS_LEARNED = Condition(
+    lambda s: _samples_as_learned(s.c),
+    "with rollout.top_p, rollout.top_k, model.lora.dropout or engine.weights changed, sampler and learner differ by "
+    "intention, and are not compared",
+)
+SEVERAL_ROLLOUTS = Condition(
+    lambda s: s.c.rollout.group_size > 1,
+    "it looks for different rewards in a group, and rollout.group_size is 1",
+)
+COMPARES_REWARDS = Condition(
+    lambda s: _compares_rewards(s.c), 'it looks for different rewards, and estimator "distill" compares none'
+)
+CAN_TIE = Condition(
+    lambda s: s.own.min_reward_gap == 0,
+    "dpo.min_reward_gap = {own.min_reward_gap:g} skips ties already",
+    "remove one of the two",
+)
+SFT_TERM = Condition(lambda s: s.own.coef > 0, "sft.coef is 0", "remove it, or set sft.coef")
+VALUES = Condition(lambda s: "gae" in chosen(s.c.algorithm, "estimator"), 'only estimator "gae" reads values')
+TEACHES = Condition(
+    lambda s: "distill" in chosen(s.c.algorithm, "estimator") or has_own({s.c.workflow.name}, "workflow"),
+    'nobody asks the teacher: neither is estimator "distill" chosen, nor a workflow of your own',
+    'set algorithm.estimator = "distill", or use a workflow of your own under self_distill',
+)
+TEACHER_IS_POLICY = Condition(
+    lambda s: s.own.teacher == "initial",
+    'it copies the policy into the teacher, and distill.teacher is "{own.teacher}"',
+    'remove it, or set distill.teacher = "initial"',
+)
+READS_OLD = Condition(
+    lambda s: s.own.proximal != "recompute" or _reads_old(s.c),
+    "no chosen loss reads the learner's log-probabilities at the start of the batch, and no correction is on",
+)
+DIVIDES_BY_LENGTH = Condition(
+    lambda s: s.own.aggregation == "constant",
+    'it is read by aggregation "constant", not by "{own.aggregation}"',
+    "remove it, or set algorithm.aggregation",
+)
+KL = Condition(lambda s: s.own.coef > 0, "algorithm.kl.coef is 0", "remove it, or set algorithm.kl.coef")
+KL_OFF_REWARD = Condition(
+    lambda s: s.own.where != "reward" or not chosen(s.c.algorithm, "estimator") <= READ_NO_REWARD,
+    "it takes the divergence off rewards, which no chosen estimator reads",
+    'set algorithm.kl.where = "loss"',
+)
+LEDGER = Condition(lambda s: s.own.enabled, "ledger.enabled is false", "remove one of the two")
+GIVEN_DURATIONS = Condition(
+    lambda s: s.own.from_run is None, "simulate.from_run has measured it", "remove one of the two"
+)
+SLOW_TASKS = Condition(
+    lambda s: s.own.slow_share > 0 or _varies(s.c, "simulate.slow_share"),
+    "simulate.slow_share is 0",
+    "remove it, or set simulate.slow_share",
+)
+DROPS_UNIFORM = Condition(
+    lambda s: s.c.filters.drop_uniform or _varies(s.c, "filters.drop_uniform"),
+    "nothing filters groups",
+    "remove it, or set filters.drop_uniform = true",
+)
+MEASURES_DRIFT = Condition(
+    lambda s: s.c.trainer.staleness not in ("count", "drop", "wait", "mask") or _varies(s.c, "trainer.staleness"),
+    'trainer.staleness = "{c.trainer.staleness}" does not measure how far the policy has moved',
+)
+
+
+def read_by(kind: str, *names: str) -> Condition:
+    """A knob of some estimators or losses; a user's own may read any."""
+    return Condition(
+        lambda s: has_own(chosen(s.c.algorithm, kind), kind) or bool(chosen(s.c.algorithm, kind) & set(names)),
+        f"it is read by {kind} {', '.join(names)}, and none of these is chosen",
+    )
+
+
+def correction_is(*names: str) -> Condition:
+    """A knob of some corrections."""
+    return Condition(
+        lambda s: s.own.name in names,
+        f'it is read by correction {", ".join(names)}, not by "{{own.name}}"',
+        "remove it, or set algorithm.correction.name",
+    )
