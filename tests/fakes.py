@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import importlib.util
 import random
 import sys
@@ -15,13 +16,28 @@ from typing import Any
 from hypothesis import settings
 
 from headrace.agents.chat import ChatTemplate
+from headrace.config import RunConfig
+from headrace.config.effect import idle_settings
 from headrace.data.episode import Episode, FinishReason, Step, Trajectory
 from headrace.engine.base import EngineHealth, Generation, SamplingParams
 from headrace.errors import EngineError, PromptTooLongError
+from headrace.runfile import build_config
 
 ROOT = Path(__file__).parent.parent
 # no deadline: a core that others use too is slow at times, and that is no failure
 examples = settings(deadline=None, max_examples=40)
+
+
+def effective_config(values: dict[str, Any]) -> RunConfig:
+    """The configuration without the settings that have no effect in it: a matrix of settings has some in places."""
+    values = copy.deepcopy(values)
+    for idle in list(idle_settings(build_config(values, may_be_idle=True))):
+        section: Any = values
+        *parents, last = idle.key.split(".")
+        for part in parents:
+            section = section[part]
+        del section[last]
+    return build_config(values)
 
 
 @cache

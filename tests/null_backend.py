@@ -16,7 +16,7 @@ from itertools import compress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fakes import CharTokenizer
+from fakes import CharTokenizer, effective_config
 from headrace import registry
 from headrace.agents.completer import Model
 from headrace.backends.base import Asked, Publication, Trained
@@ -28,7 +28,6 @@ from headrace.data.task import Task
 from headrace.engine.base import EngineHealth, Generation, SamplingParams
 from headrace.errors import BackendError, EngineError
 from headrace.metrics import MetricsAggregator, Reducer
-from headrace.runfile import build_config
 from headrace.trainer import RunResult, UnifiedTrainer
 from virtual_time import run_virtual
 
@@ -347,7 +346,7 @@ def null_config(run_dir: Path, **sections: Any) -> RunConfig:
         "engine": {"health_every_s": 1000.0},  # or a hang would be a million looks
         "ledger": {"enabled": False},  # it syncs the disk at every step
     }
-    return build_config({key: {**small.get(key, {}), **sections.get(key, {})} for key in {*small, *sections}})
+    return effective_config({key: {**small.get(key, {}), **sections.get(key, {})} for key in {*small, *sections}})
 
 
 def null_trainer(

@@ -139,7 +139,7 @@ def test_the_written_configuration_gives_the_same_run_again(tmp_path: Path) -> N
 ALLOWED: dict[str, tuple[dict[str, Any], str]] = {
     "more steps": ({"trainer": {"steps": 200}}, "trainer.steps: 100 → 200"),
     "checkpoints": ({"trainer": {"save_every": 7, "keep_last": 3}}, "keep_last: 2 → 3; trainer.save_every: 0 → 7"),
-    "evaluation": ({"eval": {"every": 3}}, "eval.every: 0 → 3"),
+    "evaluation": ({"eval": {"before": False}}, "eval.before: true → false"),
     "trackers": ({"track": {"trackers": ["jsonl"]}}, 'track.trackers: ["console", "jsonl", "tensorboard"] → ["jsonl"]'),
     "engine": ({"engine": {"max_batch": 4}}, "engine.max_batch: 128 → 4"),
     "limits": ({"rollout": {"timeout_s": 5}}, "rollout.timeout_s: 600.0 → 5.0"),
@@ -184,7 +184,7 @@ async def test_another_change_is_refused_with_the_difference_and_nothing_is_writ
 async def test_what_changes_rounding_is_refused_in_a_deterministic_run(tmp_path: Path) -> None:
     exact = {"deterministic": True}
     await begin(tmp_path, run=exact)
-    for sections in (ALLOWED["micro-batches"][0], ALLOWED["placement"][0], {"engine": {"threads": 2}}):
+    for sections in (ALLOWED["micro-batches"][0], ALLOWED["placement"][0], {"engine": {"kept_tokens": 0}}):
         with pytest.raises(ConfigError, match="was begun with other settings"):
             claim(tmp_path, run=exact, **sections)
     assert claim(tmp_path, run=exact, engine={"max_batch": 4}).goes_on

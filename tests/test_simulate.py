@@ -33,7 +33,7 @@ SMALL: dict[str, Any] = {
 
 
 def small(*words: str) -> RunConfig:
-    return build_config(SMALL, words)
+    return build_config(SMALL, words, may_be_idle=True)
 
 
 def even(*words: str) -> RunConfig:

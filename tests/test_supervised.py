@@ -118,5 +118,5 @@ def test_sft_trains_the_assistant_turns_of_a_file_and_nothing_else(tmp_path: Pat
 
 
 def test_a_knob_that_the_objective_settles_is_refused() -> None:
-    with pytest.raises(ConfigError, match="does nothing with objective sft"):
+    with pytest.raises(ConfigError, match=r"algorithm\.kl\.coef = 0\.1 has no effect: objective sft"):
         build_config({"algorithm": {"objective": "sft", "kl": {"coef": 0.1}}})

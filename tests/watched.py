@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from fakes import effective_config
 from headrace import registry
 from headrace.agents.chat import ChatTemplate
 from headrace.agents.completer import Model
@@ -85,7 +86,7 @@ def watched_config(run_dir: Path, **sections: Any) -> RunConfig:
         "trainer": {"steps": 1, "batch_size": 2, "save_last": False},
         "data": {"args": {"count": 16}},
     }
-    return build_config({key: {**small.get(key, {}), **sections.get(key, {})} for key in {*small, *sections}})
+    return effective_config({key: {**small.get(key, {}), **sections.get(key, {})} for key in {*small, *sections}})
 
 
 def watched_run(

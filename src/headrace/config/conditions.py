@@ -205,7 +205,9 @@ ROLE_COMES = Condition(
 )
 ROLE_TRAINED = Condition(lambda s: s.own.train, "{at}.train is false", "remove one of the two")
 NOT_DETERMINISTIC = Condition(
-    lambda s: not s.c.run.deterministic, "run.deterministic keeps none", "remove it, or unset run.deterministic"
+    lambda s: not s.c.run.deterministic or not s.own.kept_tokens,
+    "run.deterministic keeps none",
+    "remove it, or unset run.deterministic",
 )
 SAMPLES_AS_LEARNED = Condition(
     lambda s: _samples_as_learned(s.c),

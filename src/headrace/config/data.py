@@ -163,4 +163,4 @@ class EvalSection(Section):
     metrics: tuple[str, ...] = ()
     """"module:function" of your own: gets the episodes of a set, a list per task, and returns {name: number}."""
 
-    effects: ClassVar = when.HAS_SETS("every", "before", "after", "metrics")
+    effects: ClassVar = declare(always("before", "after"), when.HAS_SETS("every", "metrics"))
