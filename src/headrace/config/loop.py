@@ -56,12 +56,12 @@ class TrainerSection(Section):
     """Copy the state, which takes memory, and write the copy while training goes on. Empty: where the backend can."""
     callbacks: tuple[str, ...] = ()
     """"module:class" of your own Callbacks, told of every step, publication and evaluation."""
-    hook_timeout_s: float = Field(default=3600.0, gt=0)
+    hook_timeout_s: float = Field(default=3600.0, gt=0, le=LONGEST_S)
     """Longest duration of one call of your code that no other time limit covers: a callback, a grouping hook, an
     estimator, an evaluation metric, `start` of a workflow. Over it, the run ends."""
 
     effects: ClassVar = declare(
-        always("steps", "batch_size", "updates_per_batch", "stream", "callbacks"),
+        always("steps", "batch_size", "updates_per_batch", "stream", "callbacks", "hook_timeout_s"),
         always("save_every", "save_every_s", "save_last", "keep_best"),
         when.NOT_TINKER("placement", "release_cache"),
         when.SAMPLES("placement"),
