@@ -39,6 +39,8 @@ class TrainerState:
     """`random_states()` as they were."""
     extra: dict[str, Any] = field(default_factory=dict)
     """What the parts of the loop want to find again, as JSON: tuples come back as lists, keys as strings."""
+    ledger: dict[str, Any] = field(default_factory=dict)
+    """What the ledger must contain (see agreement.py); empty without a ledger."""
 
     @property
     def first_evaluation(self) -> dict[str, float]:

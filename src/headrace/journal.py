@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from headrace.agents.record import DivergedReplay, EpisodeRecord, Journal, NoJournal
+from headrace.agreement import reconcile, with_excerpt
 from headrace.backends.base import Publication
+from headrace.checkpoint import TrainerState
 from headrace.config import RunConfig
 from headrace.data.episode import Episode, ModelOutput
 from headrace.data.ledger import Account, GroupState, Ledger
@@ -37,6 +39,7 @@ class RunJournal:
         evaluations = ledger.evaluations() if ledger else []
         self._evaluations = {(found.step, found.name): found.metrics for found in evaluations}
         self._episodes = LedgerJournal(ledger, self.unfinished) if ledger else None
+        self._saved: TrainerState | None = None
         self._restarted_before = ledger.restarted() if ledger else 0
 
     # ---- what was ---------------------------------------------------------------------------------------------
@@ -124,7 +127,7 @@ class RunJournal:
     def episodes_of(self, group_id: int) -> list[Episode]:
         """All episodes of a recorded group."""
         assert self._ledger is not None
-        return self._ledger.group(group_id)
+        return self._ledger.complete_group(group_id)
 
     def fingerprint(self, version: int) -> str | None:
         """That of the weights that were published as `version`, if they were."""
@@ -139,6 +142,41 @@ class RunJournal:
     def episodes(self) -> Journal:
         """The records of single episodes."""
         return self._episodes or NoJournal()
+
+    # ---- beside a checkpoint ----------------------------------------------------------------------------------------
+
+    def agree_with(self, state: TrainerState | None, branches: bool) -> list[str]:
+        """Compare with the checkpoint that the run goes on from (None: none), and restore; what is to be reported."""
+        self._saved = state
+        if self._ledger is None:
+            return []
+        notes = reconcile(self._ledger, state, branches)
+        for group_id in [] if not notes else list(self.unfinished):
+            found = self._ledger.group_record(group_id)
+            if found is not None and found.state.rank == 2:
+                del self.unfinished[group_id]
+        return notes
+
+    def with_excerpt(self, state: TrainerState) -> TrainerState:
+        """The state with what its checkpoint is to know of the ledger, which must have been flushed."""
+        before, self._saved = self._saved, state
+        return with_excerpt(state, before, self._ledger) if self._ledger else state
+
+    def made_steps(self, upto: int) -> list[int] | None:
+        """The steps that recorded batches ended with, up to a step; None if it is not known."""
+        if self._ledger is None:
+            return None
+        return [
+            record.step + record.steps for record in self._ledger.batches_from(0) if record.steps and record.step < upto
+        ]
+
+    @property
+    def begun_at(self) -> int | None:
+        """The step that the ledger begins with; None if there is none."""
+        if self._ledger is None:
+            return None
+        begun_from = self._ledger.identity().begun_from
+        return begun_from[1] if begun_from else 0
 
     # ---- what is ----------------------------------------------------------------------------------------------
 

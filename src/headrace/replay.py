@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.afterwards import config_of
+from headrace.agreement import first_gap
 from headrace.assembly import RunParts, assemble, in_this_process, numerics_of, resolve_objective
+from headrace.checkpoint import list_checkpoints, step_of
 from headrace.config import RunConfig
 from headrace.data.ledger import Ledger, LedgerReader
 from headrace.data.ledger.records import BatchRecord
@@ -54,11 +56,28 @@ class Replay:
         """Why the weights of a deterministic run cannot be expected to be the same here; empty if they can."""
         batches = self._ledger.batches_from(0)
         self._batches = [record for record in batches if until is None or record.step < until]
+        gap = first_gap([(record.step, record.steps) for record in self._batches], 0)
+        if gap:
+            raise ConfigError(
+                f"the ledger of {run_dir} has no batch of step {gap + 1}, but has later ones; put a copy back, or "
+                f"replay what comes before with --until {gap}"
+            )
+        self.notes = self._missing_at_the_end(run_dir) if until is None else []
+        """What a person should be told."""
         if not self._batches or self._batches[0].step:
             raise ConfigError(
                 f"{run_dir} has no record from its first step on; a run started from another one's checkpoint, "
                 f"or whose ledger keeps only the last steps (ledger.keep_steps), cannot be replayed"
             )
+
+    def _missing_at_the_end(self, run_dir: Path) -> list[str]:
+        """Steps that a checkpoint contains, and the ledger does not."""
+        last = self._batches[-1] if self._batches else None
+        upto = last.step + (last.steps or 0) if last else 0
+        saved = max(map(step_of, list_checkpoints(run_dir)), default=0)
+        if saved <= upto or last is None:
+            return []
+        return [f"warning: the ledger ends at step {upto}, and there is a checkpoint of step {saved}"]
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -97,4 +116,4 @@ class Replay:
         )
 
     def _groups(self, group_ids: Sequence[int], buffer: TrajectoryGroupBuffer) -> list[FinishedGroup]:
-        return [buffer.form(group_id, self._ledger.group(group_id)) for group_id in group_ids]
+        return [buffer.form(group_id, self._ledger.complete_group(group_id)) for group_id in group_ids]

@@ -19,6 +19,7 @@ from headrace import memory
 from headrace.agents.gateway import close_gateway
 from headrace.agents.loop import close_all, start_workflows
 from headrace.agents.store import StoredValues
+from headrace.agreement import missing_steps
 from headrace.alarms import Alarms
 from headrace.assembly import Tasks, assemble, numerics_of, resolve_objective
 from headrace.backends.base import Publication
@@ -162,10 +163,14 @@ class UnifiedTrainer:
         config, notes = self.config, list(self._claim.notes)
         self._trackers.progress("looking for a checkpoint")
         state = await self._resumed_state(notes.append)
+        branches = self._claim.start_from is not None and not self._claim.goes_on
+        notes += self._journal.agree_with(state, branches)
         info = self._as_given.model_dump(mode="json")
         self._trackers.start(
             RunInfo(config.run.name, self._run_dir, config.trainer.steps, info, self._goes_on_from(state))
         )
+        if state is not None and "jsonl" in config.track.trackers:
+            notes += self._missing_metrics(state)
         if state is None and self._goes_on_from(state) is not None:
             notes.append(f'going on with the run in {self._run_dir}; run.resume = "never" starts another')
         for note in notes:
@@ -514,6 +519,7 @@ class UnifiedTrainer:
             },
         )
         await self._journal.flushed()  # what a checkpoint contains is not made again: it must not be missing
+        state = self._journal.with_excerpt(state)
         last = self._stop_requested or self.step >= self.config.trainer.steps
         await self._checkpoints.save(state, last, self._evaluating)
         for oldest in list_checkpoints(self._run_dir)[:1]:  # none while the first is being written
@@ -526,6 +532,11 @@ class UnifiedTrainer:
         if self._claim.start_from is not None:
             await asyncio.to_thread(adopt, self._run_dir, self._claim.start_from, tell)
         return await load_newest(self._run_dir, backend, tell, set_aside=True)
+
+    def _missing_metrics(self, state: TrainerState) -> list[str]:
+        one_each = self.config.trainer.updates_per_batch == 1
+        expected = range(1, state.step + 1) if one_each else self._journal.made_steps(state.step)
+        return missing_steps(self._run_dir, self._journal.begun_at, state.step, expected or ())
 
     def _goes_on_from(self, state: TrainerState | None) -> int | None:
         """The step that trackers are to go on from; None for a run that begins."""

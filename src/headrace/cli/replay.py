@@ -35,6 +35,8 @@ def replay(
             f"results are rounded otherwise here than where the run was made, so that weights will differ: "
             f"{'; '.join(found.rounded_otherwise)}"
         )
+    for note in found.notes:
+        console.print(note, markup=False, highlight=False)
     table = Table("step", "version", "reward", "loss", "gradient", "weights", title=f"replay of {run}")
     different = 0
     with working(f"loading the model {found.config.model.name}") as doing:

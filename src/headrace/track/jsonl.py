@@ -76,11 +76,19 @@ def _forget_after(path: Path, step: int) -> None:
     if not path.exists():
         return
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    kept = [line for line in lines if json.loads(line)["step"] <= (step or -1)]
+    kept = [line for line in lines if _step_of(line) <= (step or -1)]
     if len(kept) < len(lines):
         beside = path.with_suffix(".partial")
         beside.write_text("".join(kept), encoding="utf-8")
         beside.replace(path)
+
+
+def _step_of(line: str) -> float:
+    """Infinity for a line that cannot be read: it is dropped, and the others are kept."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf
 
 
 def read_rows(path: Path) -> Rows:

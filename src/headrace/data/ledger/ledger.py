@@ -16,6 +16,7 @@ from headrace.data.ledger.files import Lock, connect_reader, connect_writer, exp
 from headrace.data.ledger.reader import LedgerReader
 from headrace.data.ledger.recorder import Recorder, packed_result
 from headrace.data.ledger.records import CallRecord, GroupState
+from headrace.data.ledger.restoring import Excerpt
 from headrace.data.ledger.writer import Writer
 from headrace.data.sample import TrainBatch
 from headrace.data.task import Message
@@ -187,6 +188,15 @@ class Ledger(LedgerReader):
     def evaluated(self, step: int, name: str, metrics: Mapping[str, float], episodes: Iterable[Episode] = ()) -> None:
         """A set was evaluated. Its episodes are no part of the account; an evaluation made again replaces the first."""
         self._writer.put(Recorder.evaluated, step, name, dict(metrics), tuple(episodes))
+
+    def begun(self, theirs: str, step: int) -> None:
+        """This ledger begins with the checkpoint of a step, which names another ledger (or none: "")."""
+        self._writer.put(Recorder.begun, theirs, step)
+
+    def restore(self, missing: Excerpt) -> None:
+        """Add what a checkpoint has and this does not; returns when it is on the disk."""
+        self._writer.put(Recorder.restored, missing)
+        self.flush()
 
     def prune(self, before_step: int, keep: Collection[int] = ()) -> None:
         """Apply `ledger.keep_steps`. A run may be resumed from `before_step`: batches from there on stay whole.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -24,21 +24,28 @@ from headrace.data.ledger.records import (
     EvaluationRecord,
     GroupRecord,
     GroupState,
+    IdentityRecord,
     ProcessRecord,
     PublicationRecord,
     ResultRecord,
     TrainedRow,
     UnfinishedGroup,
 )
+from headrace.data.ledger.restoring import (
+    GROUP,
+    Excerpt,
+    Standing,
+    read_difference,
+    read_excerpt,
+    read_missing,
+    read_open,
+    read_standing,
+)
 from headrace.data.ledger.rows import unpack_rows
 from headrace.errors import LedgerError
 
 Row = tuple[Any, ...]
 
-_GROUP = (
-    "group_id, epoch, place, task_id, source, size, version, state, reason, step, "
-    "trained, filtered, failed, stale, pruned"
-)
 _FIGURES = ", ".join(f"e.{name}" for name in FIGURES)
 _TRAIN_EPISODE = (
     f"e.episode_id, b.body, g.task_id, g.source, e.group_id, e.rollout_idx, e.attempt, {_FIGURES}, "
@@ -120,16 +127,49 @@ class LedgerReader:
         query = "SELECT started_at, pid, host, resumed_from, ended_at FROM processes ORDER BY process_id"
         return [ProcessRecord(*row) for row in self._rows(query)]
 
+    # ---- beside a checkpoint --------------------------------------------------------------------------------------
+
+    def identity(self) -> IdentityRecord:
+        """Which ledger it is."""
+        ((ledger_id, theirs, step),) = self._rows("SELECT ledger_id, begun_from, begun_step FROM identity")
+        return IdentityRecord(ledger_id, None if step is None else (theirs, step))
+
+    def standing(self, next_group_id: int, unfinished: Collection[int], step: int) -> Standing:
+        """How much of the time before a checkpoint is recorded; the arguments are the checkpoint's."""
+        return read_standing(self._rows, next_group_id, unfinished, step)
+
+    def open_groups(self, next_group_id: int, unfinished: Collection[int]) -> set[int]:
+        """Groups that had ended at a checkpoint, and have no end here."""
+        return read_open(self._rows, next_group_id, unfinished)
+
+    def excerpt(self, group_ids: Sequence[int], first_step: int, end_step: int) -> Excerpt:
+        """Rows of those groups that have ended, of batches and publications: `missing` compares them later."""
+        return read_excerpt(self._rows, group_ids, first_step, end_step)
+
+    def missing(self, excerpt: Excerpt) -> Excerpt:
+        """What of an excerpt is not there."""
+        return read_missing(self._rows, excerpt)
+
+    def difference(self, excerpt: Excerpt) -> str | None:
+        """What is there, and not as the excerpt has it."""
+        return read_difference(self._rows, excerpt)
+
+    def require_intact(self) -> None:
+        """Raise LedgerError if the file's pages do not fit together. Reads all of it."""
+        found = self._rows("PRAGMA quick_check(1)")
+        if found != [("ok",)]:
+            raise LedgerError(f"the ledger {self.path} is damaged: {found[0][0]}; put it back from a copy")
+
     # ---- groups ---------------------------------------------------------------------------------------------------
 
     def group_record(self, group_id: int) -> GroupRecord | None:
         """What is known of a group; None if it was never dispatched."""
-        row = self._row(f"SELECT {_GROUP} FROM groups WHERE group_id = ?", (group_id,))
+        row = self._row(f"SELECT {GROUP} FROM groups WHERE group_id = ?", (group_id,))
         return None if row is None else _group(row)
 
     def unfinished(self) -> list[UnfinishedGroup]:
         """Groups that were dispatched and not decided, in the order of their dispatch."""
-        query = f"SELECT {_GROUP} FROM groups WHERE state IN ('dispatched', 'whole') ORDER BY group_id"
+        query = f"SELECT {GROUP} FROM groups WHERE state IN ('dispatched', 'whole') ORDER BY group_id"
         return [self._unfinished(_group(row)) for row in self._rows(query)]
 
     def _unfinished(self, group: GroupRecord) -> UnfinishedGroup:
@@ -152,9 +192,20 @@ class LedgerReader:
         records = [self._train_record(row) for row in rows]
         if any(record.pruned for record in records):
             raise LedgerError(
-                f"what was said in group {group_id} is no longer in {self.path}; raise ledger.keep_steps to keep more"
+                f"what was said in group {group_id} is no longer in {self.path}; raise ledger.keep_steps to keep more, "
+                f"and put a copy back if it was lost"
             )
         return list({record.episode.rollout_idx: record.episode for record in records}.values())
+
+    def complete_group(self, group_id: int) -> list[Episode]:
+        """All episodes of a group."""
+        episodes, record = self.group(group_id), self.group_record(group_id)
+        if record is None or len(episodes) < record.size:
+            raise LedgerError(
+                f"the ledger {self.path} has {len(episodes)} of the {record.size if record else 'unknown'} episodes of "
+                f"group {group_id}; put it back from a copy"
+            )
+        return episodes
 
     def last_position(self) -> tuple[int, int] | None:
         """The furthest place in the stream of tasks (epoch, place) that was dispatched."""

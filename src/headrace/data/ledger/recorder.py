@@ -19,6 +19,7 @@ from headrace.data.ledger.pack import pack_value, to_json
 from headrace.data.ledger.pending import BODY, CALLED, EVALUATED, FINISHED, RESULTED, STARTED, PendingRows
 from headrace.data.ledger.reader import LedgerReader
 from headrace.data.ledger.records import CallRecord, EpisodeState, GroupState, ResultRecord
+from headrace.data.ledger.restoring import ENDINGS, GROUP, Excerpt
 from headrace.data.ledger.rows import pack_rows
 from headrace.data.sample import TrainBatch
 from headrace.errors import LedgerError
@@ -252,6 +253,37 @@ class Recorder:
             place = (episode.group_id, episode.rollout_idx, episode.attempt)
             body = pack_episode(episode, {}, unstorable(episode, task_id, source))
             self._pending.add(EVALUATED, (done.lastrowid, task_id, source, *place, *figures(episode), body))
+
+    # ---- what a checkpoint knows better -----------------------------------------------------------------------------
+
+    def begun(self, theirs: str, step: int) -> None:
+        self._execute("UPDATE identity SET begun_from = ?, begun_step = ?", (theirs, step))
+
+    def restored(self, missing: Excerpt) -> None:
+        """Rows of groups, batches and publications. What was said in the groups stays lost, unless it is there."""
+        for row in missing.groups:
+            self._restore_group(row)
+        for *batch, members in missing.batches:
+            self._execute("INSERT OR REPLACE INTO batches VALUES (?, ?, ?, ?, ?, ?)", batch)
+            self._execute("DELETE FROM batch_groups WHERE step = ?", (batch[0],))
+            rows = [(batch[0], *member) for member in members]
+            self._connection.executemany("INSERT INTO batch_groups VALUES (?, ?, ?, ?)", rows)
+        self._connection.executemany("INSERT OR IGNORE INTO publications VALUES (?, ?, ?, ?)", missing.publications)
+
+    def _restore_group(self, row: Sequence[Any]) -> None:
+        group_id, source, size, pruned = row[0], row[4], row[5], row[-1]
+        known = self._reader.group_record(group_id)
+        if known is None:
+            self._counted[source, "dispatched"] += size
+        for ending, episodes in zip(ENDINGS, row[10:14], strict=True):
+            self._counted[source, ending] += episodes - (getattr(known, ending) if known else 0)
+        ((bodies,),) = self._execute(
+            "SELECT count(*) FROM episodes JOIN bodies USING (episode_id) WHERE group_id = ?", (group_id,)
+        ).fetchall()
+        self._execute(
+            f"INSERT OR REPLACE INTO groups ({GROUP}) VALUES ({', '.join('?' * len(row))})",
+            (*row[:-1], pruned or int(bodies < size)),
+        )
 
     # ---- retention ------------------------------------------------------------------------------------------------
 

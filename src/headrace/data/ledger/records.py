@@ -72,6 +72,14 @@ class GroupRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class IdentityRecord:
+    """Which ledger it is, and the checkpoint that it was begun with: the ledger that it names, and its step."""
+
+    ledger_id: str
+    begun_from: tuple[str, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class UnfinishedGroup:
     """A group without a decision: its finished episodes by rollout, and the attempts that were in flight."""
 

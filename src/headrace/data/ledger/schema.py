@@ -71,7 +71,13 @@ _V2 = (
     "CREATE INDEX batch_groups_by_group ON batch_groups (group_id)",
 )
 
-MIGRATIONS: list[tuple[str, ...]] = [_V1, _V2]
+_V3 = (
+    # a checkpoint names its ledger, so that one of another run is noticed
+    "CREATE TABLE identity (ledger_id TEXT NOT NULL, begun_from TEXT, begun_step INTEGER)",
+    "INSERT INTO identity VALUES (lower(hex(randomblob(16))), NULL, NULL)",
+)
+
+MIGRATIONS: list[tuple[str, ...]] = [_V1, _V2, _V3]
 """Statements that lead from version n to n + 1. Never change one that was released; add another."""
 
 

@@ -30,6 +30,7 @@ WAIT_S: Final = 0.05
 BATCH: Final = 500
 MOST_WAITING: Final = 10_000
 _NICENESS = 10
+_READERS_MS = 200  # how long emptying the log waits for readers
 _SPARE_SHARE = 4  # free pages beyond one in so many are given back; the others are used again
 
 
@@ -153,8 +154,17 @@ class Writer:
         execute("COMMIT")
         if sync:
             execute("PRAGMA synchronous = NORMAL")
+            self._empty_log()
         if any(method is Recorder.prune for method, _ in events):
             self._give_back_pages()
+
+    def _empty_log(self) -> None:
+        """Fold the log into the file: damage to the log then costs nothing that a checkpoint relies on."""
+        execute = self._connection.execute
+        (wait_ms,) = execute("PRAGMA busy_timeout").fetchone()
+        execute(f"PRAGMA busy_timeout = {_READERS_MS}")  # someone who reads just now keeps it from being emptied
+        execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+        execute(f"PRAGMA busy_timeout = {wait_ms}")
 
     def _give_back_pages(self) -> None:
         free = self._connection.execute("PRAGMA freelist_count").fetchone()[0]

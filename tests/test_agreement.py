@@ -1,0 +1,282 @@
+"""Ledgers and checkpoints that do not belong together: an older copy, a cut log, another run's.
+
+One run is made, and its folder is copied at the end of every step, as a kill at that moment would leave it.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crash_checks import check_account, rows
+from headrace.agreement import first_gap, in_words
+from headrace.callbacks import Callback, TrainerHandle
+from headrace.checkpoint import list_checkpoints
+from headrace.cli.main import run as run_command
+from headrace.data.ledger import LedgerReader
+from headrace.errors import LedgerError
+from headrace.replay import Replay
+from null_backend import Null, null_trainer, scattered
+
+STEPS, KILLED, NEWEST, BEFORE = 9, 7, 6, 4  # the run is killed in its 8th step; its last two checkpoints
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "synchronous": {},
+    "ahead": {"max_staleness": 2, "placement": "separate", "staleness": "wait"},
+    "two_updates": {"updates_per_batch": 2, "steps": 2 * STEPS, "save_every": 4},
+}
+
+
+async def other_rewards(task: Any, model: Any) -> float:
+    reply = await model.chat(task.messages)
+    return float(sum(reply.completion_ids) % 7)
+
+
+def trainer_of(
+    folder: Path, schedule: str, callbacks: Any = (), seed: int = 0, workflow: Any = scattered, **sections: Any
+) -> tuple[Any, Null]:
+    null = Null()
+    loop = {"steps": STEPS, "batch_size": 3, "save_every": 2, "keep_last": 9, "save_async": False}
+    given = {
+        "run": {"dir": str(folder), "name": "r", "seed": seed, "deterministic": True},
+        "ledger": {"enabled": True},
+        "trainer": {**loop, **SCHEDULES[schedule]},
+        "filters": {"drop_uniform": True},
+        **sections,
+    }
+    return null_trainer(folder, workflow, null=null, callbacks=callbacks, **given), null
+
+
+class Copying(Callback):
+    """Copies the run folder at the end of every batch, when the ledger has it."""
+
+    def __init__(self, into: Path) -> None:
+        self._into = into
+        self.batches = 0
+
+    def on_train_start(self, trainer: TrainerHandle) -> None:
+        self._trainer: Any = trainer
+
+    def on_batch_end(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.batches += 1
+        self._trainer._journal._ledger._writer.wait(sync=False)
+        shutil.copytree(self._trainer._run_dir, self._into / str(self.batches) / "r")
+
+
+@pytest.fixture(scope="module", params=list(SCHEDULES))
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """A schedule, and the folder with its finished run and the copies."""
+    place = tmp_path_factory.mktemp(request.param)
+    trainer_of(place, request.param, [Copying(place)])[0].fit()
+    return request.param, place
+
+
+def ledger_files(folder: Path) -> list[Path]:
+    return list((folder / "r").glob("ledger.sqlite*"))
+
+
+def put_ledger(source: Path, target: Path) -> None:
+    """In place of the one that is there."""
+    for path in ledger_files(target):
+        path.unlink()
+    for path in ledger_files(source):
+        shutil.copy(path, target / "r" / path.name)
+
+
+def batches(folder: Path) -> dict[int, set[int]]:
+    """Step to the groups of its batch."""
+    found: dict[int, set[int]] = {}
+    for step, group_id in rows(folder / "r", "SELECT step, group_id FROM batch_groups WHERE again = 0"):
+        found.setdefault(step, set()).add(group_id)
+    return found
+
+
+def resume_and_check(schedule: str, folder: Path, whole: Path) -> str:
+    """Train to the end; what was logged. No group is trained that is in the checkpoint, and none twice."""
+    saved = int(list_checkpoints(folder / "r")[-1].name.removeprefix("step_"))
+    contained = {group for step, groups in batches(whole).items() if step < saved for group in groups}
+    trainer, null = trainer_of(folder, schedule)
+    trainer.fit()
+    per = SCHEDULES[schedule].get("updates_per_batch", 1)
+    trained = [{row.group_id for row in samples} for _, samples in null.made[-1].steps]
+    trained = [set().union(*trained[at : at + per]) for at in range(0, len(trained), per)]
+    assert not contained & set().union(*trained), "a group of the checkpoint was trained again"
+    assert sum(map(len, trained)) == len(set().union(*trained)), "a group was trained twice"
+    if schedule != "ahead":
+        assert trained == [groups for step, groups in sorted(batches(whole).items()) if step >= saved]
+    check_account(folder / "r")
+    return (folder / "r" / "log.txt").read_text()
+
+
+def copied(made: tuple[str, Path], tmp_path: Path, batch: int = KILLED) -> tuple[str, Path, Path]:
+    schedule, place = made
+    shutil.copytree(place / str(batch) / "r", tmp_path / "r")
+    (tmp_path / "r" / "log.txt").write_text("")
+    return schedule, tmp_path, place
+
+
+@pytest.mark.parametrize("percent", range(0, 101, 5))
+def test_a_log_that_is_cut_costs_nothing_that_the_checkpoint_contains(
+    made: tuple[str, Path], tmp_path: Path, percent: int
+) -> None:
+    schedule, folder, whole = copied(made, tmp_path)
+    log = folder / "r" / "ledger.sqlite-wal"
+    size = log.stat().st_size
+    assert size > 4096
+    with log.open("r+b") as file:
+        file.truncate(size * percent // 100)
+    (folder / "r" / "ledger.sqlite-shm").unlink(missing_ok=True)
+    said = resume_and_check(schedule, folder, whole)
+    assert "warning" not in said  # everything since the checkpoint is made again, or from the record
+    assert batches(folder).keys() == batches(whole).keys()
+
+
+@pytest.mark.parametrize("batch", range(1, KILLED))
+def test_an_older_ledger_is_restored_as_far_as_the_checkpoint_reaches_and_else_refused(
+    made: tuple[str, Path], tmp_path: Path, batch: int
+) -> None:
+    schedule, folder, whole = copied(made, tmp_path)
+    put_ledger(whole / str(batch), folder)
+    known = batches(folder)
+    if batch < BEFORE:
+        with pytest.raises(LedgerError, match=r"behind the checkpoint of step \d+: it has \d of .* move ledger.sqlite"):
+            resume_and_check(schedule, folder, whole)
+        assert batches(folder) == known  # it is left as it was
+        return
+    said = resume_and_check(schedule, folder, whole)
+    if batch < NEWEST:
+        assert "the ledger was behind the checkpoint" in said and "what was said in them is lost" in said
+    assert batches(folder).keys() == batches(whole).keys()
+    with LedgerReader.read(folder / "r") as ledger:
+        assert [record.steps for record in ledger.batches_from(0)]
+        lost = [step for step in batches(whole) if step not in known and step < NEWEST]
+        for step in lost if schedule == "synchronous" else ():  # ahead, the older one may have had them
+            with pytest.raises(LedgerError, match=r"is no longer in|has \d of the \d episodes"):
+                ledger.complete_group(min(batches(whole)[step]))
+
+
+def test_without_its_ledger_the_run_resumes_and_says_so_once(made: tuple[str, Path], tmp_path: Path) -> None:
+    schedule, folder, whole = copied(made, tmp_path)
+    for path in ledger_files(folder):
+        path.unlink()
+    said = resume_and_check(schedule, folder, whole)
+    assert said.count("there is no ledger of steps 1 to") == 1
+
+
+Damage = Callable[[Path, Path], None]
+
+
+def others_ledger(folder: Path, other: Path) -> None:
+    put_ledger(other, folder)
+
+
+def others_checkpoint(folder: Path, other: Path) -> None:
+    newest = list_checkpoints(folder / "r")[-1]
+    shutil.rmtree(newest)
+    shutil.copytree(other / "r" / "checkpoints" / newest.name, newest)
+
+
+@pytest.mark.parametrize("damage", [others_ledger, others_checkpoint])
+def test_what_belongs_to_another_run_is_refused(made: tuple[str, Path], tmp_path: Path, damage: Damage) -> None:
+    schedule, folder, _ = copied(made, tmp_path)
+    trainer_of(tmp_path / "other", schedule, seed=5)[0].fit()
+    damage(folder, tmp_path / "other")
+    with pytest.raises(LedgerError, match=r"one of them is another run's\. Put the run's own back; or move"):
+        trainer_of(folder, schedule)[0].fit()
+
+
+def test_a_ledger_that_went_on_elsewhere_is_refused(made: tuple[str, Path], tmp_path: Path) -> None:
+    """A copy of the run that was resumed by itself has the same identity, and other batches."""
+    schedule, folder, whole = copied(made, tmp_path)
+    if schedule == "ahead":  # here, by chance, it makes the same batches
+        return
+    elsewhere = tmp_path / "elsewhere"
+    shutil.copytree(whole / str(BEFORE + 1) / "r", elsewhere / "r")
+    trainer_of(elsewhere, schedule, workflow=other_rewards)[0].fit()
+    put_ledger(elsewhere, folder)
+    with pytest.raises(LedgerError, match="contradicts the checkpoint of step"):
+        trainer_of(folder, schedule)[0].fit()
+
+
+def test_a_checkpoint_that_is_older_than_the_ledger_is_the_usual_case(made: tuple[str, Path], tmp_path: Path) -> None:
+    schedule, folder, whole = copied(made, tmp_path)
+    shutil.rmtree(list_checkpoints(folder / "r")[-1])
+    assert "warning" not in resume_and_check(schedule, folder, whole)
+
+
+def test_a_gap_in_the_record_after_the_checkpoint_is_refused(made: tuple[str, Path], tmp_path: Path) -> None:
+    schedule, folder, _ = copied(made, tmp_path)
+    for checkpoint in list_checkpoints(folder / "r"):
+        shutil.rmtree(checkpoint)
+    with sqlite3.connect(folder / "r" / "ledger.sqlite") as connection:
+        connection.execute("DELETE FROM batches WHERE step = 2")
+    with pytest.raises(LedgerError, match=r"but not that of step 3, and the newest whole checkpoint is of step 0"):
+        trainer_of(folder, schedule)[0].fit()
+
+
+def test_steps_without_a_ledger_are_not_taken_for_recorded_ones(tmp_path: Path) -> None:
+    class StopAt(Callback):
+        def __init__(self, step: int) -> None:
+            self._at = step
+
+        def on_train_start(self, trainer: TrainerHandle) -> None:
+            self._trainer = trainer
+
+        def on_batch_end(self, step: int, metrics: Mapping[str, float]) -> None:
+            if step == self._at:
+                self._trainer.stop()
+
+    trainer_of(tmp_path, "ahead", [StopAt(3)])[0].fit()
+    trainer_of(tmp_path, "ahead", [StopAt(5)], ledger={"enabled": False})[0].fit()
+    with pytest.raises(LedgerError, match=r"ends at step 3, and the checkpoint is of step 5: .*ledger.enabled = false"):
+        trainer_of(tmp_path, "ahead")[0].fit()
+    trainer_of(tmp_path, "ahead", ledger={"enabled": False})[0].fit()
+
+
+# ---- reports ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kept", "says"),
+    [(range(1, 20), None), ([1, 2, 5, 6, 7], "3-4"), ([], "1-6"), ([1, 3, 5, 6], "2, 4")],
+    ids=["all", "some", "none", "every other"],
+)
+def test_steps_missing_from_the_metrics_are_named(
+    made: tuple[str, Path], tmp_path: Path, kept: Any, says: str | None
+) -> None:
+    schedule, folder, _ = copied(made, tmp_path)
+    if schedule == "two_updates":
+        return
+    path = folder / "r" / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for number, line in enumerate(lines, 1) if number in kept))
+    trainer_of(folder, schedule)[0].fit()
+    said = (folder / "r" / "log.txt").read_text()
+    expected = f"metrics.jsonl has no row of steps {says}, which the checkpoint contains"
+    assert expected in said if says else "has no row" not in said
+
+
+def test_a_replay_refuses_a_gap_and_reports_what_is_missing_at_the_end(
+    made: tuple[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    schedule, folder, whole = copied(made, tmp_path)
+    put_ledger(whole / "3", folder)
+    notes = Replay(folder / "r").notes
+    assert len(notes) == 1 and "the ledger ends at step" in notes[0]
+    with sqlite3.connect(folder / "r" / "ledger.sqlite") as connection:
+        connection.execute("DELETE FROM batches WHERE step = 1")
+    if schedule != "two_updates":
+        assert run_command(["replay", str(folder / "r")]) == 2
+        assert "has no batch of step 2" in capsys.readouterr().err
+
+
+def test_numbers_in_words_and_gaps() -> None:
+    assert in_words([7, 1, 2, 3, 9]) == "1-3, 7, 9" and in_words([]) == ""
+    assert first_gap([(0, 2), (2, 1), (3, None)], 0) is None
+    assert (
+        first_gap([(0, 2), (3, 1)], 0) == 2 and first_gap([(1, 1)], 0) == 0 and first_gap([(0, None), (1, 1)], 0) == 0
+    )
