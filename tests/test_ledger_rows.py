@@ -366,7 +366,7 @@ def test_a_ledger_of_version_one_goes_on_and_does_not_know_the_older_advantages(
             record(ledger, 0)
     assert ask(tmp_path, "PRAGMA user_version") == [(1,)]
     assert [row["trained"] for row in exported(tmp_path)] == [None]
-    assert ask(tmp_path, "PRAGMA user_version") == [(2,)]
+    assert ask(tmp_path, "PRAGMA user_version") == [(3,)]
     with Ledger.open(tmp_path) as ledger:
         assert ledger.group(0) == [simple_episode(0).episode] and ledger.account().trained == 1
         record(ledger, 1, rows_of(1, 0.5))
