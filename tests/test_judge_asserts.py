@@ -148,6 +148,8 @@ FORMS: list[tuple[str, bool]] = [
     ("s = Stack()\ns.push(1)\ns.push(2)\nassert s.pop() == 2\nassert len(s) == 1 and s.size == 2", True),
     ("p = Point(1, 2)\nassert p.x == 1 and p == (1, 2)", True),
     ("assert Stack() == Stack()", False),
+    ("assert isinstance(Stack(), Stack) and not isinstance(same(1), Stack)", True),
+    ("assert isinstance(same(1), (int, float)) and not isinstance(same('a'), (int, float))", True),
     ("try:\n    fail()\n    assert False\nexcept ValueError:\n    pass", True),
     ("try:\n    yes()\n    assert False, 'no error'\nexcept ValueError:\n    pass", False),
     ("try:\n    fail()\nexcept KeyError:\n    pass\nassert yes()", False),
@@ -196,6 +198,7 @@ def test_what_is_expected_is_in_no_request(monkeypatch: pytest.MonkeyPatch) -> N
     ("source", "why"),
     [
         ("assert eval('f(1)') == 2", "uses eval"),
+        ("assert callable(f)", "uses callable"),
         ("import numpy as np\nassert np.allclose(f(1), 2)", "imports numpy"),
         ("from os import *\nassert f(1) == 2", "imports"),
         ("import math\nassert math.nothing(f(1))", "uses math.nothing"),

@@ -324,6 +324,8 @@ class Expressions:
             except NotPlainError:
                 return self._session.ask("call", {"e": name}, [{"h": single.number}], {})
         keep = function is isinstance
+        if keep and len(positional) == 2 and isinstance(positional[1], (Handle, GuestName)):  # a class of the program
+            return self._ask_call({"e": "isinstance"}, positional, {})
         values = [value if keep and place else self._for_host(value) for place, value in enumerate(positional)]
         named = {key: self._for_host(value) for key, value in named.items()}
         constructor = library.CONSTRUCTORS.get(function) if isinstance(function, type) else None

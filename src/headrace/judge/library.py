@@ -218,7 +218,7 @@ def _print(*values: Any, **named: Any) -> None:
 # Types stay types, for isinstance; what is called through them is in CONSTRUCTORS.
 BUILTINS: dict[str, Any] = {
     **{kind.__name__: kind for kind in (bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict)},
-    **{function.__name__: function for function in (abs, all, any, chr, len, max, min, ord, sorted, callable, hash)},
+    **{function.__name__: function for function in (abs, all, any, chr, len, max, min, ord, sorted, hash)},
     **{function.__name__: function for function in (bin, hex, oct, ascii, repr)},
     "isinstance": isinstance,
     "type": lambda value: type(value),
