@@ -18,7 +18,16 @@ from headrace.data.ledger import LedgerReader
 
 ENDS = ("trained", "filtered", "failed", "stale", "pending")
 
-_PASSING = ("time/", "utilisation/", "memory/", "bias/", "episodes/dispatched", "episodes/filtered", "episodes/pending")
+_PASSING = (
+    "time/",
+    "utilisation/",
+    "memory/",
+    "bias/",
+    "reward/before_filters/",
+    "episodes/dispatched",
+    "episodes/filtered",
+    "episodes/pending",
+)
 """Metrics of the process, and not of what was trained; and counts that know more when a step is made again."""
 
 _SAME = (

@@ -241,6 +241,18 @@ def test_a_group_is_reused_as_often_as_allowed_and_no_more(tmp_path: Path, polic
         assert row["tokens/generated"] <= 5 * (12 - row["episodes/reused"])
 
 
+def test_rewards_are_reported_as_they_were_before_filters(tmp_path: Path) -> None:
+    async def mostly_uniform(task: Task, model: Model) -> float:
+        reward = await scattered(task, model)
+        return reward if int(task.id.split()[1]) % 3 else 50.0
+
+    ran = null_run(tmp_path, mostly_uniform, filters={"drop_uniform": True}, trainer={"steps": 4})
+    assert all(row["reward/mean"] < 10 for row in ran.rows)
+    assert max(row["reward/before_filters/mean"] for row in ran.rows) > 10
+    plain = null_run(tmp_path / "plain", trainer={"steps": 4})
+    assert [row["reward/before_filters/mean"] for row in plain.rows] == [row["reward/mean"] for row in plain.rows]
+
+
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize(("batch_size", "reuse", "bound"), [(8, 2, 1), (5, 2, 1), (6, 3, 2), (6, 3, 4)])
 @pytest.mark.parametrize("policy", ["wait", "drop", "count"])

@@ -24,6 +24,7 @@ from headrace.pipeline.bias import SelectionBias
 from headrace.pipeline.buffer import FinishedGroup, TrajectoryGroupBuffer
 from headrace.pipeline.coordinator import SyncCoordinator
 from headrace.pipeline.durations import GroupDurations
+from headrace.pipeline.stats import RewardsBeforeFilters
 
 _FAILURES = 8  # episodes; fewer in a row may be bad luck
 
@@ -105,6 +106,7 @@ class Producer:
         self._resumed: list[_Place] = []
         self._begun_at: Position | None = None
         self._durations = GroupDurations()
+        self.before_filters = RewardsBeforeFilters(config.algorithm)
         self._failed_groups = 0
         self._some_worked = False
         self._rollouts: asyncio.TaskGroup | None = None
@@ -259,6 +261,7 @@ class Producer:
 
     def _settle(self, finished: FinishedGroup, duration_s: float, settled: bool) -> None:
         self._durations.add(duration_s, finished)
+        self.before_filters.add(finished)
         self.bias.finished(finished, duration_s)
         if not settled:
             self._coordinator.settled(failed=finished.failed, filtered=finished.filtered)

@@ -331,6 +331,8 @@ class UnifiedTrainer:
             self._coordinator.open_batch()
             self._learner.begin(self._coordinator.version)
             fresh, again = map(self._recorded_groups, (record.group_ids, record.again))
+            for group in fresh:  # what was dropped beside them is not made again
+                self._producer.before_filters.add(group)
             with self._clock.training():
                 for piece, last in in_pieces(fresh, record.pieces):
                     await self._learner.learn(piece, again if last else ())
@@ -419,6 +421,7 @@ class UnifiedTrainer:
         if self._abandoned.count:
             metrics.record("user_code/abandoned", self._abandoned.count, Reducer.LAST)
         metrics.merge(self._producer.durations())
+        metrics.merge(self._producer.before_filters.metrics())
         metrics.merge(self._producer.bias.metrics())
         for name, value in (self._parts.sampler.figures() | self._parts.manager.figures()).items():
             metrics.record(name, value, Reducer.LAST)
