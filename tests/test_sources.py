@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from headrace.data.sources.load import column_at, fill_template
 from headrace.data.sources.reasoning_gym import BY_HASH, problem_of
 from headrace.data.task import Task, load_tasks
 from headrace.errors import ConfigError, DataError, MissingExtraError, WorkflowError
+from headrace.judge.base import Verdict
+from headrace.judge.pool import WorkerPool
 from headrace.judge.reasoning_gym import ReasoningGymJudger
 from headrace.registry import resolve
 
@@ -256,6 +259,24 @@ def test_an_empty_answer_is_no_mistake() -> None:
 
 # ---- reasoning gym ---------------------------------------------------------------------------------------------------
 
+_LOOP = asyncio.new_event_loop()
+_POOLS: dict[float, WorkerPool] = {}
+
+
+def scored(task: Task, reply: str, timeout_s: float = 60.0, **args: Any) -> Verdict:
+    """By a judger whose worker is that of the other tests: each takes seconds to start."""
+    judger = ReasoningGymJudger(timeout_s=timeout_s, **args)
+    judger._pool = _POOLS.setdefault(timeout_s, judger._pool)
+    return _LOOP.run_until_complete(judger.judge(task, said(reply)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def workers_end() -> Iterator[None]:
+    yield
+    for pool in _POOLS.values():
+        _LOOP.run_until_complete(pool.close())
+    _LOOP.close()
+
 
 def test_generated_problems_depend_on_their_settings_alone() -> None:
     first, again = (load_tasks("reasoning_gym:countdown", size=3) for _ in range(2))
@@ -274,16 +295,23 @@ def test_generated_problems_depend_on_their_settings_alone() -> None:
 )
 def test_a_reply_is_scored_by_the_family_it_is_of(reply: str, args: dict[str, Any], reward: float) -> None:
     (task,) = load_tasks("reasoning_gym:countdown", size=1)
-    verdict = asyncio.run(ReasoningGymJudger(**args).judge(task, said(reply.format(task.answer))))
+    verdict = scored(task, reply.format(task.answer), **args)
     assert verdict.reward == pytest.approx(reward, abs=0.05) and verdict.is_correct == (reward == 1.0)
-    assert verdict.metrics == {"answer_tags": float("<answer>" in reply)}
+    assert verdict.metrics == {"answer_tags": float("<answer>" in reply), "judge_timed_out": 0.0}
 
 
 def test_a_scorer_that_raises_fails_the_episode_or_gives_the_score_that_is_wanted() -> None:
     (task,) = load_tasks("reasoning_gym:prime_factorization", size=1)
     with pytest.raises(WorkflowError, match=r'family "prime_factorization" failed on task .*: ValueError'):
-        asyncio.run(ReasoningGymJudger().judge(task, said("no number")))
-    assert asyncio.run(ReasoningGymJudger(error_score=0.0).judge(task, said("no number"))).reward == 0.0
+        scored(task, "no number")
+    assert scored(task, "no number", error_score=0.0).reward == 0.0
+
+
+def test_a_reply_that_the_scorer_never_ends_with_is_wrong_and_the_next_one_is_scored() -> None:
+    (task,) = load_tasks("reasoning_gym:countdown", size=1)
+    late = scored(task, "<answer>" + "9**" * 9 + "9</answer>", timeout_s=1.0)
+    assert late.reward == 0.0 and not late.is_correct and late.metrics["judge_timed_out"] == 1.0
+    assert scored(task, f"<answer>{task.answer}</answer>", timeout_s=1.0).is_correct
 
 
 def test_a_task_from_elsewhere_cannot_be_scored_by_reasoning_gym() -> None:
@@ -306,7 +334,7 @@ def test_every_family_loads_and_scores_its_own_answer(family: str) -> None:
     assert [Task.from_json(task.to_json()) for task in tasks] == tasks
     for task in tasks:
         assert problem_of(task.metadata)[1]["question"] == task.instruction
-        verdict = asyncio.run(ReasoningGymJudger().judge(task, said(f"<answer>{task.answer}</answer>")))
+        verdict = scored(task, f"<answer>{task.answer}</answer>")
         assert verdict.is_correct or family in NO_ORACLE
 
 

@@ -51,19 +51,20 @@ class WorkerPool:
         self._all: set[asyncio.subprocess.Process] = set()
         self._places = asyncio.Semaphore(workers)
 
-    async def call(self, *arguments: Any) -> Any:
-        """What the function returns; waits for a free worker, which is no part of the time limit."""
+    async def call(self, *arguments: Any, time_s: float | None = None) -> Any:
+        """What the function returns; waits for a free worker, which is no part of the time limit (or of `time_s`)."""
         self._adopt_loop()
+        limit_s = self._time_s if time_s is None else time_s
         async with self._places, self._worker() as worker:
             assert worker.stdin is not None and worker.stdout is not None
-            request = json.dumps([self._time_s, arguments])
+            request = json.dumps([limit_s, arguments])
             try:
-                async with asyncio.timeout(self._time_s):
+                async with asyncio.timeout(limit_s):
                     worker.stdin.write(request.encode("ascii") + b"\n")
                     await worker.stdin.drain()
                     line = await worker.stdout.readline()
             except TimeoutError:
-                raise WorkerTimeoutError(f"took longer than {self._time_s:g} s") from None
+                raise WorkerTimeoutError(f"took longer than {limit_s:g} s") from None
             except (ConnectionError, ValueError) as error:
                 raise WorkerCrashError(f"a worker died: {error}") from None
             if not line.endswith(b"\n"):
