@@ -68,7 +68,10 @@ def test_a_uniform_group_is_dropped_when_asked_for(rewards: tuple[float, ...]) -
 
 
 def test_a_failed_episode_does_not_save_a_uniform_group() -> None:
-    assert buffer(drop_uniform=True).add(0, [episode(0.0), FAILED]).dropped_because == "uniform rewards"
+    lone = buffer(drop_uniform=True).add(0, [episode(0.0), FAILED])
+    assert lone.dropped_because == "1 of 2 episodes failed, and one alone cannot be compared"
+    equal = buffer(drop_uniform=True).add(0, [episode(0.0), episode(0.0), FAILED])
+    assert equal.dropped_because == "1 of 3 episodes failed, and the others have equal rewards"
 
 
 def test_a_group_is_kept_when_one_of_its_roles_differs() -> None:
@@ -91,7 +94,7 @@ def test_episodes_that_ended_for_a_dropped_reason_are_left_out() -> None:
 
 def test_a_group_that_is_left_too_small_is_dropped() -> None:
     finished = buffer(min_trajectories=2).add(0, [episode(1.0), FAILED])
-    assert finished.dropped_because == "fewer than 2 trajectories"
+    assert finished.dropped_because == "1 of 2 episodes failed, which leaves fewer than 2 trajectories"
     assert buffer(min_trajectories=2).add(0, [episode(1.0), episode(0.0)]).dropped_because is None
 
 

@@ -19,8 +19,10 @@ import pytest
 import null_backend
 from headrace import registry
 from headrace.agents.completer import Model
+from headrace.alarms import Alarms
 from headrace.callbacks import Callback
 from headrace.cli.main import run as run_command
+from headrace.config import RunConfig
 from headrace.data.sampler import TaskSampler
 from headrace.data.task import Task
 from headrace.engine.base import EngineHealth
@@ -382,6 +384,34 @@ def test_a_judger_that_always_fails_ends_the_run_with_its_cause(tmp_path: Path, 
 def test_uniform_data_end_the_run_with_their_cause(tmp_path: Path, schedule: str, policy: str) -> None:
     with pytest.raises(DataError, match="100 groups in a row were dropped, the last because of: uniform rewards"):
         failing_run(tmp_path, schedule, always_right, filters={"drop_uniform": True}, trainer={"staleness": policy})
+
+
+@every_schedule
+def test_groups_of_which_one_episode_is_left_are_not_called_uniform(tmp_path: Path, schedule: str) -> None:
+    begun: set[str] = set()
+
+    async def works_once(task: Task, model: Model) -> float:
+        first = task.id not in begun
+        begun.add(task.id)
+        reward = await scattered(task, model)
+        if not first:
+            raise Broken("no such tool")
+        return reward
+
+    tasks = [Task(str(number), instruction="Say it.") for number in range(999)]
+    with pytest.raises(DataError, match=r"1 of 2 episodes failed, and one alone .*Broken: no such tool") as caught:
+        failing_run(tmp_path, schedule, works_once, tasks, filters={"drop_uniform": True, "most_replacements": 9})
+    assert "uniform" not in str(caught.value)
+
+
+def test_a_batch_without_signal_because_episodes_failed_is_not_called_uniform() -> None:
+    said: list[str] = []
+    alarms = Alarms(RunConfig(), said.append)
+    values = {"reward/uniform_groups": 1.0, "policy/grad_norm": 0.0, "reward/mean": 0.0, "batch/failed": 14.0}
+    alarms.check(3, values)
+    assert "14 episodes of the batch failed" in said[0]
+    alarms.check(4, {**values, "batch/failed": 0.0})
+    assert "in every group all rewards are equal" in said[1]
 
 
 @pytest.mark.parametrize("schedule", ["in step", "ahead"])

@@ -8,48 +8,80 @@ from typing import TYPE_CHECKING, Any
 from headrace.openmp import wait_briefly
 
 if TYPE_CHECKING:
+    from headrace.advantage.estimators import GroupRewards
     from headrace.agents.completer import Model
+    from headrace.agents.environment import Environment
+    from headrace.agents.gateway import model_session
+    from headrace.agents.tools import Tool, tool
     from headrace.agents.workflow import Workflow, self_distill
     from headrace.callbacks import Callback
-    from headrace.config import RunConfig
-    from headrace.data.episode import Episode, ModelOutput, Step, Trajectory, TrajectoryGroup
+    from headrace.config import AlgorithmSection, RunConfig
+    from headrace.data.episode import Episode, ModelOutput, Step, TerminationReason, Trajectory, TrajectoryGroup
     from headrace.data.sample import Sample, TrainBatch
-    from headrace.data.task import Task
-    from headrace.errors import HeadraceError
+    from headrace.data.task import Message, Task, load_tasks
+    from headrace.engine.base import SamplingParams
+    from headrace.errors import (
+        BudgetExceededError,
+        ConfigError,
+        DataError,
+        HeadraceError,
+        InfrastructureError,
+        PromptTooLongError,
+        WorkflowError,
+    )
     from headrace.judge.base import Judger, Verdict
     from headrace.registry import register
-    from headrace.runfile import load_config
+    from headrace.runfile import build_config, load_config
     from headrace.trainer import RunResult, UnifiedTrainer
 
 __version__ = "0.1.0"
 
 _HOME = {
+    "AlgorithmSection": "headrace.config",
+    "BudgetExceededError": "headrace.errors",
     "Callback": "headrace.callbacks",
+    "ConfigError": "headrace.errors",
+    "DataError": "headrace.errors",
+    "Environment": "headrace.agents.environment",
     "Episode": "headrace.data.episode",
+    "GroupRewards": "headrace.advantage.estimators",
     "HeadraceError": "headrace.errors",
+    "InfrastructureError": "headrace.errors",
     "Judger": "headrace.judge.base",
+    "Message": "headrace.data.task",
     "Model": "headrace.agents.completer",
     "ModelOutput": "headrace.data.episode",
+    "PromptTooLongError": "headrace.errors",
     "RunConfig": "headrace.config",
     "RunResult": "headrace.trainer",
     "Sample": "headrace.data.sample",
+    "SamplingParams": "headrace.engine.base",
     "Step": "headrace.data.episode",
     "Task": "headrace.data.task",
+    "TerminationReason": "headrace.data.episode",
+    "Tool": "headrace.agents.tools",
     "TrainBatch": "headrace.data.sample",
     "Trajectory": "headrace.data.episode",
     "TrajectoryGroup": "headrace.data.episode",
     "UnifiedTrainer": "headrace.trainer",
     "Verdict": "headrace.judge.base",
     "Workflow": "headrace.agents.workflow",
+    "WorkflowError": "headrace.errors",
+    "build_config": "headrace.runfile",
     "load_config": "headrace.runfile",
+    "load_tasks": "headrace.data.task",
+    "model_session": "headrace.agents.gateway",
     "register": "headrace.registry",
     "self_distill": "headrace.agents.workflow",
+    "tool": "headrace.agents.tools",
 }
 
 __all__ = [
-    "Callback", "Episode", "HeadraceError", "Judger", "Model", "ModelOutput", "RunConfig", "RunResult", "Sample",
-    "Step", "Task", "TrainBatch", "Trajectory", "TrajectoryGroup", "UnifiedTrainer", "Verdict", "Workflow",
-    "__version__", "load_config", "register", "self_distill",
+    "AlgorithmSection", "BudgetExceededError", "Callback", "ConfigError", "DataError", "Environment", "Episode",
+    "GroupRewards", "HeadraceError", "InfrastructureError", "Judger", "Message", "Model", "ModelOutput",
+    "PromptTooLongError", "RunConfig", "RunResult", "Sample", "SamplingParams", "Step", "Task", "TerminationReason",
+    "Tool", "TrainBatch", "Trajectory", "TrajectoryGroup", "UnifiedTrainer", "Verdict", "Workflow", "WorkflowError",
+    "__version__", "build_config", "load_config", "load_tasks", "model_session", "register", "self_distill", "tool",
 ]  # fmt: skip
 
 wait_briefly()  # before torch is loaded

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from headrace.evaluation_report import Progressing, draw, evaluation_table, show
 from headrace.evaluator import Evaluator, is_right, under
 from headrace.interrupts import interruptible
 from headrace.registry import load_object, resolve
+from headrace.running import run_loop
 from headrace.terminal import working
 from headrace.threads import in_own_thread
 
@@ -74,9 +74,9 @@ def evaluate_run(
     evaluation = _Evaluation(outputs, config.trainer.hook_timeout_s)
     try:
         if remote is not None:
-            asyncio.run(interruptible(_evaluate_remote(config, remote, evaluation)))
+            run_loop(lambda: interruptible(_evaluate_remote(config, remote, evaluation)))
         else:
-            asyncio.run(interruptible(_evaluate(config, checkpoint, evaluation)))
+            run_loop(lambda: interruptible(_evaluate(config, checkpoint, evaluation)))
     except KeyboardInterrupt:
         print(evaluation.how_far(), file=sys.stderr)
         raise
@@ -99,7 +99,7 @@ def export_run(run_dir: Path, out: Path) -> Path:
     config = config_of(run_of(run_dir))
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out} exists and is not empty; choose another folder")
-    asyncio.run(interruptible(_export(config, run_dir, out)))
+    run_loop(lambda: interruptible(_export(config, run_dir, out)))
     return out
 
 

@@ -28,11 +28,18 @@ class Alarms:
         """Warn of what is odd in the metrics of a step; raise for what must not go on."""
         self._check_drift(step, values.get("drift/same_version", 0.0))
         if values.get("reward/uniform_groups") == 1.0 and values.get("policy/grad_norm") == 0.0:
-            self.warn_once(
-                "uniform",
-                f"step {step}: in every group all rewards are equal (mean {values['reward/mean']:g}), so nothing was "
-                f"learned; use tasks that are sometimes solved, or a reward that tells rollouts apart",
-            )
+            failed = values.get("batch/failed", 0.0)
+            if failed:
+                text = (
+                    f"step {step}: {failed:g} episodes of the batch failed, and what is left of each group has equal "
+                    f"rewards (mean {values['reward/mean']:g}), so nothing was learned; log.txt says why they failed"
+                )
+            else:
+                text = (
+                    f"step {step}: in every group all rewards are equal (mean {values['reward/mean']:g}), so nothing "
+                    f"was learned; use tasks that are sometimes solved, or a reward that tells rollouts apart"
+                )
+            self.warn_once("failed" if failed else "uniform", text)
 
     def warn_once(self, what: str, text: str) -> None:
         """Tell it, unless something of the kind was told."""

@@ -31,8 +31,8 @@ def own_process() -> None:
 
 
 @contextmanager
-def on_interrupt(call: Callable[[], None]) -> Iterator[None]:
-    """Have the first Ctrl-C or SIGTERM call a function in the running loop.
+def on_interrupt(call: Callable[[], None], at_once: bool = False) -> Iterator[None]:
+    """Have the first Ctrl-C or SIGTERM call a function in the running loop, or `at_once` in the signal handler.
 
     Not by `loop.add_signal_handler`: user code that blocks the loop would hold up the second one, too.
     """
@@ -46,7 +46,7 @@ def on_interrupt(call: Callable[[], None]) -> Iterator[None]:
         came = True
         for one in STOP:
             signal.signal(one, _second())
-        loop.call_soon_threadsafe(call)
+        call() if at_once else loop.call_soon_threadsafe(call)
 
     try:
         before = [signal.signal(number, first) for number in STOP]

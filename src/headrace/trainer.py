@@ -27,6 +27,7 @@ from headrace.callbacks import Callback, CallbackSet, Evaluating, Saving, Tracki
 from headrace.checkpoint import TrainerState, list_checkpoints, load_newest, step_of, with_evaluation
 from headrace.config import RunConfig
 from headrace.data.account import Account
+from headrace.deadline import end_user_tasks
 from headrace.errors import DataError, EngineError, first_of
 from headrace.evaluator import under
 from headrace.handout import HandOut
@@ -42,6 +43,8 @@ from headrace.producer import Changes, OpenedBatch, Producer
 from headrace.random_state import random_states, restore_random_states
 from headrace.registry import resolve
 from headrace.rundir import claim_run_dir, log_to_file, mark_finished
+from headrace.runfile import build_config
+from headrace.running import run_loop
 from headrace.saving import CheckpointWriter, adopt
 from headrace.summary import summarize
 from headrace.terminal import working
@@ -63,17 +66,21 @@ class RunResult:
 
 
 class UnifiedTrainer:
-    """Trains by a configuration; workflow, tasks, judger and callbacks may be given as objects instead of names."""
+    """Trains by a configuration, given as such or as a dict of its sections, which is checked as a run file is.
+
+    Workflow, tasks, judger and callbacks may be given as objects instead of names.
+    """
 
     def __init__(
         self,
-        config: RunConfig,
+        config: RunConfig | dict[str, Any],
         workflow: Any = None,
         tasks: Tasks | None = None,
         judger: Any = None,
         eval_tasks: dict[str, Tasks] | None = None,
         callbacks: Sequence[Callback] = (),
     ) -> None:
+        config = config if isinstance(config, RunConfig) else build_config(config)
         self._as_given = config
         given = {"workflow": workflow, "judger": judger}
         self.config = resolve_objective(config, [name for name, one in given.items() if one is not None])
@@ -94,7 +101,7 @@ class UnifiedTrainer:
 
     def fit(self) -> RunResult:
         """Train to the end. Ctrl-C or SIGTERM finishes the current step, saves, and returns; a second one aborts."""
-        return asyncio.run(self.fit_async())
+        return run_loop(self.fit_async, self._interrupted)
 
     def stop(self) -> None:
         """Finish the current step, save, and return from `fit`."""
@@ -135,6 +142,7 @@ class UnifiedTrainer:
                 held.push_async_callback(lambda: self._parts.backend.close())
                 held.push_async_callback(close_gateway)
                 held.push_async_callback(lambda: self._parts.engine.close())
+                held.push_async_callback(end_user_tasks)
                 self._journal = held.enter_context(closing(open_journal(self._run_dir, self.config)))
                 held.callback(self._trackers.close)
                 values = held.enter_context(closing(StoredValues(self._run_dir / "store.sqlite")))

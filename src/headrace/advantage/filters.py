@@ -10,6 +10,7 @@ from headrace.config import FilterSection
 from headrace.data.episode import Episode, Trajectory, TrajectoryGroup
 
 UNNAMED = "agent"
+UNIFORM = "uniform rewards"
 
 
 def drop_by_termination(episodes: Iterable[Episode], reasons: Collection[str]) -> list[Episode]:
@@ -52,5 +53,5 @@ def reason_to_drop(groups: Sequence[TrajectoryGroup], filters: FilterSection) ->
     if not enough:
         return f"fewer than {filters.min_trajectories} trajectories"
     if filters.drop_uniform and all(group.has_rewards and is_uniform(group) for group in enough):
-        return "uniform rewards"
+        return UNIFORM
     return None

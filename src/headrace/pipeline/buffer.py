@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from headrace.advantage.assign import trained_roles
-from headrace.advantage.filters import drop_by_termination, drop_too_few, impute_names, reason_to_drop
+from headrace.advantage.filters import UNIFORM, drop_by_termination, drop_too_few, impute_names, reason_to_drop
 from headrace.config import RunConfig
 from headrace.data.episode import Episode, Trajectory, TrajectoryGroup
 from headrace.errors import WorkflowError
@@ -102,6 +102,8 @@ class TrajectoryGroupBuffer:
             reason = f"every episode ended by {', '.join(sorted({episode.termination for episode in sound}))}"
         elif kept and not groups:
             reason = "no trajectory of a trained role"
+        elif kept and reason is not None and len(sound) < len(episodes):
+            reason = _after_failures(reason, len(sound), len(episodes))
         enough = drop_too_few(groups, self._filters.min_trajectories)
         return FinishedGroup(group_id, episodes, enough, len(kept) if reason is None else 0, reason)
 
@@ -235,6 +237,14 @@ class _Store:
         path.write_bytes(pickle.dumps(group, protocol=pickle.HIGHEST_PROTOCOL))
         self.spilled += 1
         return path
+
+
+def _after_failures(reason: str, sound: int, of: int) -> str:
+    """Why a group was dropped of which episodes failed: that is what is to be mended."""
+    failed = f"{of - sound} of {of} episodes failed"
+    if reason != UNIFORM:
+        return f"{failed}, which leaves {reason}"
+    return f"{failed}, and {'one alone cannot be compared' if sound == 1 else 'the others have equal rewards'}"
 
 
 def _numbered(episode: Episode) -> Episode:

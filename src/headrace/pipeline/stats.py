@@ -40,6 +40,9 @@ def batch_metrics(finished: Sequence[FinishedGroup], samples: Sequence[Sample], 
         average = sum(sampled * tokens for sampled, tokens in versions.items()) / versions.total()
         metrics.record("staleness/max", version - min(versions), Reducer.MAX)
         metrics.record("staleness/mean", version - average, Reducer.MEAN)
+    failed = sum(item.failed for item in finished)
+    if failed:
+        metrics.record("batch/failed", failed, Reducer.SUM)
     metrics.record("batch/rows", len(samples), Reducer.SUM)
     metrics.record("batch/tokens", sum(len(sample.tokens) for sample in samples), Reducer.SUM)
     return metrics
