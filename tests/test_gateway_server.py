@@ -272,7 +272,7 @@ def test_listening_beyond_loopback_without_a_token_is_refused() -> None:
     for host in ("0.0.0.0", "::", "192.168.0.7", "example.org"):
         with pytest.raises(ConfigError, match=r"set gateway\.token"):
             build_config({"gateway": {"host": host}})
-        build_config({"gateway": {"host": host, "token": "secret"}})
+        build_config({"gateway": {"host": host, "token": "$SECRET"}})
     for host in ("127.0.0.1", "localhost", "::1"):
         build_config({"gateway": {"host": host}})
 

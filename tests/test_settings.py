@@ -135,7 +135,7 @@ VALUES: dict[str, Any] = {
     "run.name": "other", "judge.routes": {"*": {"name": "exact"}}, "optimizer.betas": [0.8, 0.9],
     "data.columns": {"id": "a"},
     "eval.sets.x.columns": {"id": "a"}, "data.mixture.x.columns": {"id": "a"}, "simulate.grid": {"run.seed": [1]},
-    "gateway.host": "127.0.0.2", "algorithm.roles.x.estimator": "grpo", "algorithm.roles.x.loss": "gspo",
+    "gateway.host": "127.0.0.2", "gateway.token": "$NAME", "algorithm.roles.x.estimator": "grpo", "algorithm.roles.x.loss": "gspo",
     "filters.drop_terminations": ["length"],
 }  # fmt: skip
 """Values for settings whose type does not say enough."""
@@ -255,3 +255,25 @@ def test_what_python_gives_as_objects_counts() -> None:
         return 1.0
 
     UnifiedTrainer(config, workflow=workflow, judger=lambda task, episode: 1.0)
+
+
+# ---- secrets ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "section"),
+    [
+        ("gateway.token", {"workflow": {"name": "external_agent"}}),
+        ("workflow.judger_args.api_key", {"workflow": {"judger": "llm"}}),
+        ("workflow.args.environment.PASSWORD", {}),
+        ("judge.routes.x.args.headers.Authorization", {}),
+        ("eval.sets.x.judger_args.api_key", {"eval": {"sets": {"x": {"tasks": "countdown", "judger": "llm"}}}}),
+    ],
+)
+def test_a_secret_is_refused_and_not_shown(key: str, section: dict[str, Any]) -> None:
+    for values, words in (({}, [f"--{key}=hunter2"]), (nested(key, "hunter2"), [])):
+        with pytest.raises(ConfigError) as raised:
+            build_config(merged(section, values), words)
+        assert key in str(raised.value) and "environment" in str(raised.value) and "hunter2" not in str(raised.value)
+    stored = build_config(merged(section, nested(key, "$MY_SECRET"))).model_dump_json()
+    assert "$MY_SECRET" in stored

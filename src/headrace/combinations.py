@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator
 from operator import attrgetter
 
-from headrace.config import RunConfig
+from headrace.config import RunConfig, flatten
 from headrace.config.conditions import chosen, reads_pairs, rolls_out
 from headrace.config.effect import idle_settings
 from headrace.errors import ConfigError
@@ -21,6 +21,7 @@ ONE_GROUP = {"grpo", "rloo", "reinforce", "maxrl", "pkpo", "opo", "gae", "distil
 GROUP_RELATIVE = ("grpo", "rloo", "reinforce_plus_plus_baseline", "maxrl", "pkpo", "opo")
 
 _BOUNDED = ("tis", "icepop", "sequence_mask")
+_SECRET = {"api_key", "apikey", "password", "secret", "authorization", "x-api-key", "access_token", "auth_token"}
 _WITHOUT_RATIO = {"reinforce", "cross_entropy", "dpo"}
 
 
@@ -243,6 +244,16 @@ def _streaming(config: RunConfig) -> Iterator[str]:
             yield f"trainer.stream trains groups one by one, which does not go with {reason}; remove trainer.stream"
 
 
+def _secrets(config: RunConfig) -> Iterator[str]:
+    """What is in a run file is also in config.json, in checkpoints and on screens. The value itself is not shown."""
+    for key, value in flatten(config.model_dump(mode="json")):
+        if key.rpartition(".")[2].lower() in _SECRET and isinstance(value, str) and value and value[0] != "$":
+            yield (
+                f"{key} looks like a secret, and settings are copied into the run's folder; put it into an environment "
+                f"variable, and give its name (api_key_env, or a key of your own)"
+            )
+
+
 _RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _groups,
     _filters,
@@ -255,4 +266,5 @@ _RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _streaming,
     _keeping,
     _modes,
+    _secrets,
 )

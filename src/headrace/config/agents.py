@@ -5,7 +5,7 @@ from __future__ import annotations
 from ipaddress import ip_address
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 import headrace.config.conditions as when
 from headrace.config.base import LONGEST_S, MOST_TOKENS, Section
@@ -64,7 +64,8 @@ class GatewaySection(Section):
     port: int = Field(default=0, ge=0, le=65535)
     """Port that it listens at; 0 takes a free one."""
     token: str | None = None
-    """What clients must send as API key; "$NAME" takes it from the environment, so that it is not written to disk."""
+    """What clients must send as API key: "$NAME" of the environment variable that holds it. The token itself does not
+    belong into a run file, which is copied into the run's folder."""
     public_host: str | None = None
     """Name under which programs elsewhere reach this machine; empty for host."""
     max_body_mb: float = Field(default=32.0, gt=0, le=65_536)
@@ -78,6 +79,13 @@ class GatewaySection(Section):
     effects: ClassVar = when.GATEWAY(
         "host", "port", "token", "public_host", "max_body_mb", "keep_alive_s", "unsupported"
     )
+
+    @field_validator("token")
+    @classmethod
+    def _is_named(cls, token: str | None) -> str | None:
+        if token and not token.startswith("$"):
+            raise ValueError('must be "$NAME" of an environment variable that holds it; the token itself is not stored')
+        return token
 
     @model_validator(mode="after")
     def _token_beyond_loopback(self) -> Self:
