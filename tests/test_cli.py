@@ -16,6 +16,7 @@ import pytest
 from headrace.cli.doctor import EXTRAS
 from headrace.cli.main import app, run
 from headrace.cli.show import to_toml
+from headrace.config import RunConfig
 from headrace.runfile import build_config, field_paths, load_config
 
 HEAVY = {"torch", "transformers", "numpy", "tensorboardX"}
@@ -159,18 +160,33 @@ def set_columns(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
 
 def test_train_help_documents_every_setting(capsys: Caught, monkeypatch: pytest.MonkeyPatch):
     set_columns(monkeypatch, 300)
-    assert run(["train", "--help"]) == 0
+    assert run(["train", "--help", "all"]) == 0
     out = capsys.readouterr().out
     for path, field in field_paths():
         assert field.description, path
         assert " ".join(field.description.split()) in out, path
-    for shown in ("[model]", "lora.rank = 0", "[eval.sets.NAME]", "steps = 100", "[int ≥ 0]", "Example"):
+    for shown in ("[model]", "lora.rank = 0", "[eval.sets.NAME]", "steps = 100", "[int ≥ 0]"):
         assert shown in out
+
+
+def test_train_help_shows_sections_and_one_of_them_in_full(capsys: Caught, monkeypatch: pytest.MonkeyPatch):
+    set_columns(monkeypatch, 300)
+    assert run(["train", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "headrace train --help SECTION" in out and "Example" in out and "max_staleness" not in out
+    for section in RunConfig.model_fields:
+        assert f"[{section}]" in out
+    assert run(["train", "--help", "trainer"]) == 0
+    out = capsys.readouterr().out
+    assert "max_staleness = 0" in out and "group_size" not in out
+    assert run(["train", "--help", "trianer"]) == 2
+    assert 'did you mean "trainer"?' in capsys.readouterr().err
 
 
 def test_train_help_fits_a_narrow_terminal(capsys: Caught, monkeypatch: pytest.MonkeyPatch):
     set_columns(monkeypatch, 80)
     run(["train", "--help"])
+    run(["train", "--help", "all"])
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
 
 

@@ -135,7 +135,8 @@ VALUES: dict[str, Any] = {
     "run.name": "other", "judge.routes": {"*": {"name": "exact"}}, "optimizer.betas": [0.8, 0.9],
     "data.columns": {"id": "a"},
     "eval.sets.x.columns": {"id": "a"}, "data.mixture.x.columns": {"id": "a"}, "simulate.grid": {"run.seed": [1]},
-    "gateway.host": "127.0.0.2", "gateway.token": "$NAME", "algorithm.roles.x.estimator": "grpo", "algorithm.roles.x.loss": "gspo",
+    "gateway.host": "127.0.0.2", "gateway.token": "$NAME",
+    "algorithm.roles.x.estimator": "grpo", "algorithm.roles.x.loss": "gspo",
     "filters.drop_terminations": ["length"],
 }  # fmt: skip
 """Values for settings whose type does not say enough."""

@@ -19,18 +19,44 @@ _BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 
 def print_settings(console: Console, options: Any, panel: Any) -> None:
-    """A help formatter of the command-line library: prints every section with its settings."""
-    from rich.padding import Padding
+    """A help formatter of the command-line library: prints every section in one line."""
+    from rich.table import Table
     from rich.text import Text
 
     console.print("\n[bold]Settings[/]: any key of the run file, given in it or as [cyan]--section.key value[/].")
-    console.print("Each line shows the key with its default.\n")
+    console.print(
+        "[cyan]headrace train --help SECTION[/] shows the keys of a section, [cyan]--help all[/] all of them.\n"
+    )
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0), expand=True)
+    table.add_column(no_wrap=True)
+    table.add_column(ratio=1)
+    for title, summary, _ in _sections():
+        table.add_row(Text(f"[{title}]", "bold"), Text(summary))
+    console.print(table)
+    console.print(f"\n[bold]Example[/]\n  {EXAMPLE}", soft_wrap=True)
+
+
+def print_section(name: str) -> None:
+    """`headrace train --help SECTION`: its keys, with those of sections within it."""
+    from rich.padding import Padding
+    from rich.text import Text
+
+    from headrace.errors import ConfigError
+    from headrace.registry import nearest
+    from headrace.terminal import Console
+
+    known = list(_sections())
+    found = [one for one in known if name in ("all", one[0]) or one[0].startswith(f"{name}.")]
+    if not found:
+        titles = [title for title, _, _ in known]
+        raise ConfigError(f'there is no section "{name}"{nearest(name, titles)}; there are {", ".join(titles)}')
+    console = Console()
     left = min(40, max(24, console.width * 2 // 5))
-    for title, summary, model in _sections():
+    console.print("Each line shows the key with its default.\n")
+    for title, summary, model in found:
         console.print(Text.assemble((f"[{title}]", "bold"), "  ", summary))
         console.print(Padding(_section_table(model, left), (0, 0, 0, 2)))
         console.print()
-    console.print(f"[bold]Example[/]\n  {EXAMPLE}", soft_wrap=True)
 
 
 def _sections() -> Iterator[tuple[str, str, type[BaseModel]]]:

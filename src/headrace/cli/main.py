@@ -19,6 +19,7 @@ from headrace.cli.data import data_app
 from headrace.cli.doctor import doctor
 from headrace.cli.evaluate import USAGE as EVAL_USAGE
 from headrace.cli.evaluate import evaluate, export
+from headrace.cli.help import print_section
 from headrace.cli.ledger import ledger
 from headrace.cli.model import model_app
 from headrace.cli.replay import replay
@@ -87,6 +88,9 @@ def run(words: Sequence[str]) -> int:
     """Run one command line and give its exit code."""
     warnings.formatwarning = lambda message, *_: f"warning: {message}\n"  # people have no use for a line of ours
     try:
+        if list(words[:2]) == ["train", "--help"] and len(words) == 3:
+            print_section(words[2])
+            return 0
         result = app(list(words), exit_on_error=False, print_error=False, result_action="return_value")
     except (HeadraceError, CycloptsError) as error:
         return _failed(" ".join(str(error).split()))

@@ -69,7 +69,7 @@ def sft(
 ) -> int:
     """Supervised fine-tuning on the assistant turns of a run file's tasks.
 
-    The same as `headrace train` with `algorithm.objective = "sft"`; `headrace train --help` lists all settings.
+    The same as `headrace train` with `algorithm.objective = "sft"`; `headrace train --help all` lists all settings.
     """
     words = (*overrides, "--algorithm.objective=sft")
     return _run(read_run(file, words, "--run-dir", "--dry-run", run_dir=run_dir), dry_run)
