@@ -64,7 +64,7 @@ class Lives:
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair()
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+        environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
         self._process = subprocess.Popen(
             [sys.executable, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()], env=environment
         )
@@ -85,7 +85,7 @@ class Lives:
     def close(self) -> None:
         self._lines.close()
         self._socket.close()
-        self._process.wait(10)
+        self._process.wait(60)
 
 
 # ---- the server ------------------------------------------------------------------------------------------------------

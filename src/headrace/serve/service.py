@@ -56,7 +56,8 @@ class Service:
         self.base = Base(options)
         self.promises = Promises(int(options.results_mb * 2**20))
         self.pool = SamplerPool(self.base, options)
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="headrace-learner")
+        # asking for their number makes the one that was set hold on that thread
+        self._worker = ThreadPoolExecutor(1, "headrace-learner", initializer=torch.get_num_threads)
         self.samplers = Samplers(self.base, self.pool, self.store, self.on_learner, options.max_samplers)
         self.sessions: dict[str, Session] = {}
         self.models: dict[str, LiveModel] = {}
