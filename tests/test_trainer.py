@@ -254,7 +254,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _wait_for(condition: Any, process: subprocess.Popen[str]) -> None:
-    for _ in range(600):
+    for _ in range(1800):
         if condition() or process.poll() is not None:
             return
         time.sleep(0.1)
