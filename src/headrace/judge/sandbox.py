@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO, Any, Literal, TypeVar
 
 from headrace.errors import ConfigError, InfrastructureError
-from headrace.judge.cgroups import make_groups, remove_groups
+from headrace.judge.cgroups import make_groups, parents, remove_groups
 from headrace.judge.folders import remove_folder
 from headrace.judge.private import make_private
 from headrace.judge.seccomp import call_filter
@@ -196,8 +196,6 @@ class Sandbox:
     def _spec(
         self, mode: Mode, program: str, folder: str, payload: int, status: int, cgroups: list[str]
     ) -> dict[str, Any]:
-        limits, mb = self._limits, 1024 * 1024
-        seconds = int(limits.time_s) + 1
         paths = [path for path in _SYSTEM if os.path.lexists(path)]
         if not sys.base_prefix.startswith("/usr"):
             paths.append(os.path.realpath(sys.base_prefix))
@@ -210,17 +208,22 @@ class Sandbox:
             "needs_landlock": self._asked == "auto",
             "root": folder,
             "paths": paths,
-            "disk_mb": limits.disk_mb,
+            "disk_mb": self._limits.disk_mb,
             "command": [_interpreter(), "-I", "-S", "-c", program, str(payload)],
             "environment": _ENVIRONMENT if mode == "namespace" else {**_ENVIRONMENT, "HOME": folder, "TMPDIR": folder},
-            "limits": {
-                "RLIMIT_CPU": seconds,
-                "RLIMIT_AS": limits.memory_mb * mb,
-                "RLIMIT_FSIZE": limits.disk_mb * mb,
-                "RLIMIT_NPROC": limits.processes,
-                "RLIMIT_NOFILE": limits.open_files,
-                "RLIMIT_CORE": 0,
-            },
+            "limits": self._process_limits(counted=mode != "namespace" and bool(cgroups) and "pids" in parents()),
+        }
+
+    def _process_limits(self, counted: bool) -> dict[str, int]:
+        """By the names of the resource module. `counted`: a control group counts the processes of the program alone."""
+        limits, mb = self._limits, 1024 * 1024
+        return {
+            "RLIMIT_CPU": int(limits.time_s) + 1,
+            "RLIMIT_AS": limits.memory_mb * mb,
+            "RLIMIT_FSIZE": limits.disk_mb * mb,
+            "RLIMIT_NOFILE": limits.open_files,
+            "RLIMIT_CORE": 0,
+            **({} if counted else {"RLIMIT_NPROC": limits.processes}),
         }
 
 
