@@ -264,7 +264,7 @@ def test_batches_come_back_in_order_with_what_is_not_committed(ledger: Ledger):
 def test_a_recorded_batch_cannot_become_another(ledger: Ledger):
     ledger.batch(0, 0, [1, 2])
     ledger.batch(0, 0, [1, 3])
-    with pytest.raises(LedgerError, match="batch of step 0 was recorded with groups"):
+    with pytest.raises(LedgerError, match="batch of step 1 was recorded with groups"):
         ledger.flush()
 
 

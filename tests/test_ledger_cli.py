@@ -57,7 +57,7 @@ def test_the_account_is_printed_by_source_and_in_all(run_dir: Path, capsys: Caug
     assert ["words", "4", "3", "0", "1", "0", "0"] in rows
     assert ["all", "12", "7", "1", "1", "0", "3"] in rows
     assert f"{os.getpid()} on " in out
-    assert "batches trained: 4" in out and "the batch of step 4, 1 groups" in out
+    assert "batches trained: 4" in out and "the batch of step 5, 1 groups" in out
     assert "last publication: version 4 after step 4, fingerprint 3" in out
     assert "evaluations: 1, the last of step 4" in out and "MB" in out
 
@@ -84,8 +84,8 @@ def test_episodes_are_exported_with_what_became_of_them(run_dir: Path, tmp_path:
     rows = exported([str(run_dir)], tmp_path / "out.jsonl")
     assert capsys.readouterr().out == f"wrote 9 episodes to {tmp_path / 'out.jsonl'}\n"
     found = [(row["group_id"], row["decision"], row["reason"], row["step"]) for row in rows]
-    assert found[:3] == [(0, "trained", None, 0), (0, "failed", None, 0), (1, "trained", None, 1)]
-    assert found[-1] == (4, "filtered", "uniform rewards", 4)
+    assert found[:3] == [(0, "trained", None, 1), (0, "failed", None, 1), (1, "trained", None, 2)]
+    assert found[-1] == (4, "filtered", "uniform rewards", 5)
     with LedgerReader.read(run_dir) as reader:
         for row in rows:
             own = {key: row[key] for key in Episode(task_id="").to_dict()}
@@ -97,9 +97,10 @@ def test_steps_and_kind_choose_what_is_exported(run_dir: Path, tmp_path: Path):
     def groups(*words: str) -> list[int]:
         return [row["group_id"] for row in exported([str(run_dir), *words], tmp_path / "out.jsonl")]
 
-    assert groups("--steps", "1:3") == [1, 1, 2, 2]
-    assert groups("--steps", "3:") == [3, 3, 4]
+    assert groups("--steps", "2:3") == [1, 1, 2, 2]
+    assert groups("--steps", "4:") == [3, 3, 4]
     assert groups("--steps", ":1") == [0, 0]
+    assert len(exported([str(run_dir), "--kind", "eval", "--steps", "4:4"], tmp_path / "eval.jsonl")) == 1
     (evaluated,) = exported([str(run_dir / "ledger.sqlite"), "--kind", "eval"], tmp_path / "eval.jsonl")
     assert (evaluated["set"], evaluated["step"], evaluated["decision"]) == ("held out", 4, None)
 

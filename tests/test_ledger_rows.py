@@ -128,7 +128,7 @@ def check_export(run_dir: Path) -> list[dict[str, Any]]:
     """What is exported is what the recorded rewards give, once; the rows."""
     rows = exported(run_dir)
     found = [
-        ((entry["step"], row["group_id"], row["rollout_idx"], entry["role"]), advantages_of(entry))
+        ((entry["step"] - 1, row["group_id"], row["rollout_idx"], entry["role"]), advantages_of(entry))
         for row in rows
         for entry in row["trained"]
     ]
@@ -371,7 +371,7 @@ def test_a_ledger_of_version_one_goes_on_and_does_not_know_the_older_advantages(
         assert ledger.group(0) == [simple_episode(0).episode] and ledger.account().trained == 1
         record(ledger, 1, rows_of(1, 0.5))
     told = [row["trained"] for row in exported(tmp_path)]
-    assert told[0] is None and [(e["step"], e["advantage"], e["tokens"]) for e in told[1]] == [(1, 0.5, [2])]
+    assert told[0] is None and [(e["step"], e["advantage"], e["tokens"]) for e in told[1]] == [(2, 0.5, [2])]
 
 
 def test_retention_drops_the_rows_of_old_steps(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def ledger(
         Literal["train", "eval"] | None, Parameter(help='Which episodes to export; "train" if empty.')
     ] = None,
     steps: Annotated[
-        str | None, Parameter(help="Export only those decided from step A until before step B, as A:B, A: or :B.")
+        str | None, Parameter(help="Export only those decided in steps A to B, counted from 1: A:B, A: or :B.")
     ] = None,
 ) -> None:
     """Show what a run has recorded: where every episode is, processes, batches.
@@ -42,7 +42,7 @@ def ledger(
     """
     if export is None and (kind or steps):
         raise ConfigError(f"{'--kind' if kind else '--steps'} says what to export; add --export FILE.jsonl")
-    bounds = _bounds(steps or ":")
+    bounds = _bounds(steps or ":", kind or "train")
     from headrace.data.ledger import LedgerReader
 
     with LedgerReader.read(run) as reader:
@@ -55,11 +55,13 @@ def ledger(
         print(f"wrote {count} episodes to {export}")
 
 
-def _bounds(steps: str) -> tuple[int, int | None]:
+def _bounds(steps: str, kind: str) -> tuple[int, int | None]:
+    """As the ledger counts: trained after so many steps, evaluated after so many; the end is not included."""
     first, colon, end = steps.partition(":")
     if not colon or not all(part == "" or part.isdecimal() for part in (first, end)):
         raise ConfigError(f'--steps is A:B, A: or :B, with numbers of steps, got "{steps}"')
-    return int(first or 0), int(end) if end else None
+    made = int(kind == "train")  # a step is trained after those before it
+    return max(int(first or 0) - made, 0), int(end) + 1 - made if end else None
 
 
 def _show(reader: LedgerReader) -> None:
@@ -126,7 +128,7 @@ def _facts(reader: LedgerReader) -> Iterator[str]:
     last = reader.last_batch()
     yield f"batches trained: {reader.batch_count():,}"
     if last is not None and last.steps is None:
-        groups = f"the batch of step {last.step}, {len(last.group_ids)} groups"
+        groups = f"the batch of step {last.step + 1}, {len(last.group_ids)} groups"
         yield f"recorded, with its update not made to its end (a run that goes on makes it again): {groups}"
     published = reader.last_publication()
     if published is not None:

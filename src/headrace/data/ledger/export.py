@@ -95,7 +95,7 @@ def _trained_of(step: int, role: str, rows: list[TrainedRow]) -> dict[str, Any]:
     # by their text: 0.0 is not -0.0, and a NaN is itself
     alike = len({repr(value) for values in advantages for value in values}) == 1
     return {
-        "step": step,
+        "step": step + 1,
         "role": role,
         "tokens": [row.tokens for row in rows],
         "advantage": plain(advantages[0][0]) if alike else None,
@@ -112,7 +112,7 @@ def row_of(record: EpisodeRecord, trained: list[dict[str, Any]] | None) -> dict[
         "set": record.decision if record.kind == "eval" else None,
         "decision": None if record.kind == "eval" else record.decision,
         "reason": record.reason,
-        "step": record.step,
+        "step": _as_counted(record),
         "task_id": str(episode.task_id),
         "source": episode.source,
         "group_id": episode.group_id,
@@ -132,6 +132,11 @@ def row_of(record: EpisodeRecord, trained: list[dict[str, Any]] | None) -> dict[
         "trained": trained,
         "trajectories": plain([_trajectory(trajectory) for trajectory in episode.trajectories]),
     }
+
+
+def _as_counted(record: EpisodeRecord) -> int | None:
+    """People count steps from 1; the ledger says how many were made before. An evaluation is after so many."""
+    return record.step if record.step is None or record.kind == "eval" else record.step + 1
 
 
 def _trajectory(trajectory: Trajectory) -> dict[str, Any]:

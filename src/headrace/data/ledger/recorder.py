@@ -206,8 +206,8 @@ class Recorder:
         if known is not None:
             if (known.group_ids, known.again) != (tuple(group_ids), tuple(again)):
                 raise LedgerError(
-                    f"the batch of step {step} was recorded with groups {known.group_ids} and {known.again} again, and "
-                    f"is now made of {tuple(group_ids)} and {tuple(again)}; a recorded batch is to be trained as it is"
+                    f"the batch of step {step + 1} was recorded with groups {known.group_ids} and {known.again} again, "
+                    f"and is now made of {tuple(group_ids)} and {tuple(again)}; it is to be trained as it is"
                 )
             return
         self._execute(
@@ -230,7 +230,7 @@ class Recorder:
             (steps, time.time(), step),
         )
         if not done.rowcount:
-            raise LedgerError(f"the batch of step {step} is committed, but was never recorded")
+            raise LedgerError(f"the batch of step {step + 1} is committed, but was never recorded")
 
     def published(self, version: int, fingerprint: str, step: int) -> None:
         self._execute(
