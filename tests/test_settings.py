@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, get_args, get_origin
 
 import pytest
@@ -10,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from headrace import Model, Task, UnifiedTrainer
+from headrace.cli.main import run
 from headrace.config import RunConfig, Section, SourceSection
 from headrace.config.effect import idle_settings
 from headrace.errors import ConfigError
@@ -184,9 +186,9 @@ def declared(key: str) -> tuple[Any, ...] | None:
 
 def idle_in_runs(key: str, value: Any) -> Iterator[Any]:
     """Per run, the condition that does not hold when the setting is made, or None; runs that cannot be are left out."""
-    for run in RUNS:
+    for values in RUNS:
         try:
-            config = RunConfig.model_validate(merged(merged(nested(key, value), run), nested(key, value, bare=True)))
+            config = RunConfig.model_validate(merged(merged(nested(key, value), values), nested(key, value, bare=True)))
         except ValidationError:
             continue
         yield next((idle.condition for idle in idle_settings(config, ()) if idle.key == key), None)
@@ -278,3 +280,23 @@ def test_a_secret_is_refused_and_not_shown(key: str, section: dict[str, Any]) ->
         assert key in str(raised.value) and "environment" in str(raised.value) and "hunter2" not in str(raised.value)
     stored = build_config(merged(section, nested(key, "$MY_SECRET"))).model_dump_json()
     assert "$MY_SECRET" in stored
+
+
+# ---- names -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_reports_every_wrong_name_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    broken = tmp_path / "broken.py"
+    broken.write_text("raise RuntimeError('not today')\n")
+    names = {
+        "workflow.name": f"{broken}:run", "workflow.judger": "cuontdown", "algorithm.loss": "ppo_clpi",
+        "algorithm.estimator": "gropo", "trainer.callbacks": "nowhere:Own", "track.trackers": "consle",
+        "data.tasks": "missing.jsonl", "model.name": "./no/such/folder", "eval.metrics": "nowhere:metric",
+        "eval.sets.x.tasks": "nowhere:tasks",
+    }  # fmt: skip
+    path = tmp_path / "run.toml"
+    path.touch()
+    assert run(["train", str(path), "--dry-run", *(f"--{key}={name}" for key, name in names.items())]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "not today" in said
+    assert [key for key in names if key not in said] == []

@@ -78,7 +78,9 @@ def sft(
 def _run(config: RunConfig, dry_run: bool) -> int:
     if dry_run:
         from headrace.cli.show import to_toml
+        from headrace.names import check_names
 
+        check_names(config)
         print(f"# run directory: {config.run.dir / config.run.name}\n\n{to_toml(config)}")
         return 0
     from headrace.trainer import UnifiedTrainer
