@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -460,3 +462,15 @@ def test_what_an_abandoned_episode_still_asks_for_is_neither_answered_nor_record
 
     run_virtual(main())
     assert len(asked) < 20
+
+
+def test_a_forked_process_has_threads_of_its_own() -> None:
+    async def plain() -> int:
+        return await threads.call_anyhow(int, "7")
+
+    assert asyncio.run(plain()) == 7  # the parent has a free thread now, which the child has not
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)  # instead of waiting for ever for a thread that is not there
+        os._exit(asyncio.run(plain()))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7

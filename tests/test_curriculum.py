@@ -188,7 +188,7 @@ def test_what_no_task_has_is_an_error(by: str, says: str) -> None:
 
 
 def test_a_setting_that_a_curriculum_makes_idle_is_refused() -> None:
-    with pytest.raises(ConfigError, match="drop_last = false does nothing with a curriculum"):
+    with pytest.raises(ConfigError, match="drop_last = false has no effect: the batches of a curriculum are all full"):
         build_config({"data": {"curriculum": {"target": 0.5}, "drop_last": False}})
 
 

@@ -6,6 +6,7 @@ import asyncio
 import contextvars
 import functools
 import inspect
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -32,6 +33,10 @@ class DaemonThreads(ThreadPoolExecutor):
     def __init__(self, most: int = _MOST) -> None:
         super().__init__(1)
         self._most = most
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin with no threads: a forked process has none of its parent's."""
         self._guard = threading.Lock()
         self._waiting: deque[_Job] = deque()
         self._free: list[SimpleQueue[_Job]] = []
@@ -91,6 +96,7 @@ class DaemonThreads(ThreadPoolExecutor):
 
 
 _threads = DaemonThreads()
+os.register_at_fork(after_in_child=_threads.forget)
 
 
 class _ThreadCall:
