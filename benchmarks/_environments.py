@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from headrace.openmp import as_given
+from headrace.utils.openmp import as_given
 
 HERE = Path(__file__).parent
 

@@ -29,7 +29,7 @@ from _arguments import parsed  # noqa: E402
 from learner import print_table, spread  # noqa: E402
 
 from headrace import Callback, UnifiedTrainer  # noqa: E402
-from headrace.runfile import build_config  # noqa: E402
+from headrace.config.loading import build_config  # noqa: E402
 
 OURS, THEIRS = "this code", "the other"
 WARM_UP = 3

@@ -17,12 +17,12 @@ from pathlib import Path
 from statistics import median
 
 from headrace.backends.local.backend import LocalBackend
-from headrace.checkpoint import TrainerState, checkpoint_folder
+from headrace.run.checkpoint import TrainerState, checkpoint_folder
 from headrace.config import AlgorithmSection
 from headrace.data.sample import Sample
-from headrace.pipeline.batcher import grad_scale, pack
-from headrace.runfile import build_config
-from headrace.saving import CheckpointWriter
+from headrace.algorithms.batching import grad_scale, pack
+from headrace.config.loading import build_config
+from headrace.run.checkpoint_writer import CheckpointWriter
 
 IMITATE = AlgorithmSection(loss="cross_entropy")
 

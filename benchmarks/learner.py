@@ -52,10 +52,10 @@ from headrace.backends.local.backend import LocalBackend
 from headrace.config import AlgorithmSection
 from headrace.data.sample import Sample, TrainBatch
 from headrace.errors import HeadraceError
-from headrace.memory import peak_mb, reset_peak
+from headrace.utils.memory import peak_mb, reset_peak
 from headrace.models.catalog import resolve_model
-from headrace.pipeline.batcher import pack
-from headrace.runfile import build_config
+from headrace.algorithms.batching import pack
+from headrace.config.loading import build_config
 
 IMITATE = AlgorithmSection(loss="cross_entropy")
 PARTS = ("utilisation", "lengths", "logits", "memory")

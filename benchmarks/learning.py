@@ -13,9 +13,9 @@ from contextlib import chdir
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.afterwards import export_run
-from headrace.runfile import load_config
-from headrace.trainer import UnifiedTrainer
+from headrace.evaluation.evaluate import export_run
+from headrace.config.loading import load_config
+from headrace.trainer.trainer import UnifiedTrainer
 
 ROOT = Path(__file__).parent.parent
 

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from headrace import Callback, UnifiedTrainer, load_config
 from headrace.data.episode import Episode, ModelOutput, OwnedMessages, Step, Trajectory
-from headrace.data.ledger import Ledger, LedgerReader
+from headrace.ledger import Ledger, LedgerReader
 from headrace.data.task import Message
 
 ROOT = Path(__file__).parent.parent

@@ -32,11 +32,11 @@ from _arguments import parsed
 from learner import IMITATE, new_batch, print_table, spread
 
 from headrace.backends.local.backend import LocalBackend
-from headrace.engine.process import ProcessEngine
+from headrace.engines.process.engine import ProcessEngine
 from headrace.errors import HeadraceError
 from headrace.models.modules import trained_parameters
-from headrace.pipeline.batcher import grad_scale
-from headrace.runfile import build_config
+from headrace.algorithms.batching import grad_scale
+from headrace.config.loading import build_config
 
 TARGET = 0.5
 COPIES = ("plain copy, torch", "plain copy, numpy")

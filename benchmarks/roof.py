@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from _arguments import parsed
 
-from headrace.models.native import kernels
+from headrace.models.kernels.cpu import kernels
 
 Shape = tuple[int, int]
 """Of a weight: outputs, inputs."""

@@ -28,12 +28,12 @@ from statistics import fmean
 from typing import Any
 
 from headrace.config import RunConfig
-from headrace.pipeline.simulate import simulate
-from headrace.pipeline.staleness import Drop, Mask
-from headrace.pipeline.tally import Outcome
+from headrace.scheduling.simulation.simulator import simulate
+from headrace.scheduling.staleness import Drop, Mask
+from headrace.scheduling.simulation.tally import Outcome
 from headrace.registry import register
-from headrace.runfile import build_config
-from headrace.track.jsonl import FILE_NAME, read_rows
+from headrace.config.loading import build_config
+from headrace.tracking.jsonl import FILE_NAME, read_rows
 
 BATCH, IN_FLIGHT, BOUND = 64, 384, 4
 SLOW_SHARE, SLOW_FACTOR = 0.1, 12.0

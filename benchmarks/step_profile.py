@@ -29,11 +29,11 @@ from vs_trl import WARM_UP, make_prompts, train_headrace
 
 from headrace.backends.local.backend import LocalBackend
 from headrace.backends.local.tokens import TokenTensors
-from headrace.engine.lane import Lane
-from headrace.learner import Learner
+from headrace.engines.torch.lane import Lane
+from headrace.trainer.learner_step import Learner
 from headrace.models.catalog import resolve_model
 from headrace.models.llama import LlamaModel
-from headrace.trainer import UnifiedTrainer
+from headrace.trainer.trainer import UnifiedTrainer
 
 PARTS: tuple[tuple[str, type, str], ...] = (
     ("the whole step", UnifiedTrainer, "_make_step"),

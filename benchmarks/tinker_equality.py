@@ -31,9 +31,9 @@ from headrace.backends.local.backend import LocalBackend
 from headrace.backends.tinker.backend import TinkerBackend
 from headrace.config import AlgorithmSection
 from headrace.data.sample import Sample
-from headrace.engine.base import SamplingParams
-from headrace.pipeline.batcher import grad_scale, pack
-from headrace.runfile import build_config
+from headrace.engines.base import SamplingParams
+from headrace.algorithms.batching import grad_scale, pack
+from headrace.config.loading import build_config
 
 CASES: dict[str, dict[str, Any]] = {
     "cross_entropy": {"loss": "cross_entropy"},

@@ -17,8 +17,8 @@ from typing import Any
 
 from tinker_equality import tinker_server
 
-from headrace.runfile import load_config
-from headrace.trainer import UnifiedTrainer
+from headrace.config.loading import load_config
+from headrace.trainer.trainer import UnifiedTrainer
 
 ROOT = Path(__file__).parent.parent
 

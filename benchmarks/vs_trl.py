@@ -34,7 +34,7 @@ from tokenizers import Tokenizer
 from headrace import Model, Task
 from headrace.errors import HeadraceError
 from headrace.models.catalog import resolve_model
-from headrace.runfile import build_config
+from headrace.config.loading import build_config
 
 HEADRACE, AS_IT_COMES, FASTER = "Headrace", "TRL", "TRL, no checkpointing"
 PROMPT_TOKENS = 60
@@ -64,7 +64,7 @@ def train_headrace(work: Work, place: Path) -> Figures:
     """Train with UnifiedTrainer."""
     import torch
 
-    from headrace.trainer import UnifiedTrainer
+    from headrace.trainer.trainer import UnifiedTrainer
 
     async def answer(task: Task, model: Model) -> float:
         output = await model.complete(task.metadata["ids"], ignore_eos=True)

@@ -21,9 +21,9 @@ from headrace.config import AlgorithmSection, RunConfig
 from headrace.data.episode import Step
 from headrace.data.sample import Sample, TrainBatch
 from headrace.errors import BackendError
-from headrace.metrics import MetricsAggregator
+from headrace.tracking.metrics import MetricsAggregator
 from headrace.models.causal import build_causal_model
-from headrace.models.fingerprint import fingerprint
+from headrace.weights.digest import fingerprint
 from headrace.models.load import load_model, load_tokenizer
 from headrace.models.modules import trained_parameters
 

@@ -4,7 +4,7 @@ headrace train examples/self_distill.toml
 """
 
 from headrace import Model, Step, Task, self_distill
-from headrace.data.countdown import HINT
+from headrace.data.sources.countdown import HINT
 from headrace.data.task import Message
 
 

@@ -6,7 +6,7 @@ headrace train examples/solver_judge.toml
 from dataclasses import replace
 
 from headrace import Model, Task, Trajectory
-from headrace.data.countdown import check_question
+from headrace.data.sources.countdown import check_question
 from headrace.judge.countdown import evaluate, last_answer
 
 

@@ -20,11 +20,11 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from headrace.checkpoint import list_checkpoints
+from headrace.run.checkpoint import list_checkpoints
 from headrace.config import RunConfig
-from headrace.data.countdown import countdown_demonstrations
-from headrace.runfile import build_config
-from headrace.trainer import UnifiedTrainer
+from headrace.data.sources.countdown import countdown_demonstrations
+from headrace.config.loading import build_config
+from headrace.trainer.trainer import UnifiedTrainer
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from headrace.checkpoint import TrainerState
+from headrace.run.checkpoint import TrainerState
 from headrace.config import RunConfig
-from headrace.runfile import build_config
-from headrace.saving import CheckpointWriter
+from headrace.config.loading import build_config
+from headrace.run.checkpoint_writer import CheckpointWriter
 
 
 class FileBackend:

@@ -98,8 +98,8 @@ def serve(connection: socket.socket) -> None:
 
     import crash_scenarios
     import headrace.backends.local.backend
-    import headrace.track.tensorboard
-    from headrace.engine import worker
+    import headrace.tracking.tensorboard
+    from headrace.engines.process import worker
 
     assert transformers and crash_scenarios and headrace and worker
     lines = connection.makefile("rw")
@@ -170,7 +170,7 @@ class _Server:
 
 
 def _fork_engine(files: list[int]) -> int:
-    from headrace.engine import worker
+    from headrace.engines.process import worker
 
     pid = os.fork()
     if not pid:
@@ -195,7 +195,7 @@ def _live(request: dict[str, Any], server: socket.socket, output: Path) -> None:
     try:
         import crash_scenarios
         import headrace.backends.local.engines as engines
-        from headrace.engine.process import ProcessEngine
+        from headrace.engines.process.engine import ProcessEngine
 
         engines.ProcessEngine = lambda model, options: ProcessEngine(model, options, _launcher(server))  # type: ignore[assignment]
         watch = Watch(Kill(**request["kill"]), server)
@@ -239,10 +239,11 @@ class Watch:
 
     def everything(self) -> None:
         """Wrap all of them."""
-        from headrace import saving, trainer
-        from headrace.data.ledger import Ledger
-        from headrace.learner import Learner
-        from headrace.track.base import TrackerSet
+        from headrace.run import checkpoint_writer as saving
+        from headrace.trainer.trainer import trainer
+        from headrace.ledger import Ledger
+        from headrace.trainer.learner_step import Learner
+        from headrace.tracking.base import TrackerSet
 
         plain = {"dispatched": "dispatched", "started": "started", "called": "called", "finished": "finished",
                  "batch": "batch", "flushed": "flushed", "committed": "committed", "published": "published",

@@ -11,10 +11,10 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from headrace.afterwards import config_of
-from headrace.checkpoint import TrainerState, list_checkpoints
+from headrace.evaluation.evaluate import config_of
+from headrace.run.checkpoint import TrainerState, list_checkpoints
 from headrace.config import RunConfig
-from headrace.data.ledger import LedgerReader
+from headrace.ledger import LedgerReader
 
 ENDS = ("trained", "filtered", "failed", "stale", "pending")
 

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from headrace.engine.child import Tail
-from headrace.engine.wire import EngineOptions
+from headrace.engines.process.child import Tail
+from headrace.engines.process.wire import EngineOptions
 
 SMOKE = "the forward went up in smoke"
 
@@ -83,7 +83,7 @@ def _serve(connection: socket.socket) -> None:
     import transformers.models.llama.modeling_llama  # what loading the model would import
     from transformers import PreTrainedTokenizerFast  # noqa: F401
 
-    from headrace.engine import worker
+    from headrace.engines.process import worker
     from headrace.models.llama import LlamaModel
     from pace import slowed
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import checkpoints
-from headrace.checkpoint import load_newest
-from headrace.saving import tidy
+from headrace.run.checkpoint import load_newest
+from headrace.run.checkpoint_writer import tidy
 
 _CHANGES = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir")
 

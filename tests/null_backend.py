@@ -18,17 +18,17 @@ from typing import Any, TypeVar
 
 from fakes import CharTokenizer, effective_config
 from headrace import registry
-from headrace.agents.completer import Model
+from headrace.rollout.model_client import Model
 from headrace.backends.base import Asked, Publication, Trained
-from headrace.callbacks import Callback
+from headrace.trainer.callbacks import Callback
 from headrace.config import AlgorithmSection, RunConfig
 from headrace.data.episode import FinishReason, Step
 from headrace.data.sample import NO_VERSION, Sample, TrainBatch
 from headrace.data.task import Task
-from headrace.engine.base import EngineHealth, Generation, SamplingParams
+from headrace.engines.base import EngineHealth, Generation, SamplingParams
 from headrace.errors import BackendError, EngineError
-from headrace.metrics import MetricsAggregator, Reducer
-from headrace.trainer import RunResult, UnifiedTrainer
+from headrace.tracking.metrics import MetricsAggregator, Reducer
+from headrace.trainer.trainer import RunResult, UnifiedTrainer
 from virtual_time import run_virtual
 
 T = TypeVar("T")

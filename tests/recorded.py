@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from headrace.data.episode import Episode, FinishReason, ModelOutput, OwnedMessages, Step, TerminationReason, Trajectory
-from headrace.data.ledger import CallRecord, Ledger, ResultRecord, digest
+from headrace.ledger import CallRecord, Ledger, ResultRecord, digest
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
 singles = st.floats(max_value=0, allow_nan=False, allow_infinity=False, width=32)

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fakes import examples, step
-from headrace.advantage.assign import assign_advantages
-from headrace.advantage.estimators import GroupRewards, constant, grpo, reinforce
+from headrace.algorithms.advantages.assign import assign_advantages
+from headrace.algorithms.advantages.estimators import GroupRewards, constant, grpo, reinforce
 from headrace.config import AlgorithmSection
 from headrace.data.episode import Trajectory, TrajectoryGroup
 from headrace.errors import ConfigError, DataError

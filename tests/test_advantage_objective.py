@@ -14,7 +14,7 @@ from headrace.data.episode import Step, Trajectory, TrajectoryGroup
 from headrace.data.sample import Sample, TrainBatch
 from headrace.data.sampler import TaskSampler
 from headrace.data.task import Task
-from headrace.objectives import AdvantageObjective, Prepared
+from headrace.algorithms.objectives import AdvantageObjective, Prepared
 
 GAE = AlgorithmSection(estimator="gae", value_head=True)
 HINT = ({"role": "user", "content": "the answer is 4"},)

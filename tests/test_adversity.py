@@ -17,9 +17,9 @@ import crash_scenarios
 from crash_checks import check_run, check_same
 from crash_scenarios import TASKS, config_of
 from headrace import UnifiedTrainer, registry
-from headrace.callbacks import Callback, Metrics, TrainerHandle
-from headrace.data.ledger import ledger as ledger_module
-from headrace.data.ledger.files import connect_writer
+from headrace.trainer.callbacks import Callback, Metrics, TrainerHandle
+from headrace.ledger import ledger as ledger_module
+from headrace.ledger.files import connect_writer
 from headrace.errors import LedgerError
 
 TESTS = Path(__file__).parent

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from crash_checks import check_account, rows
-from headrace.agreement import first_gap, in_words
-from headrace.callbacks import Callback, TrainerHandle
-from headrace.checkpoint import list_checkpoints
+from headrace.run.agreement import first_gap, in_words
+from headrace.trainer.callbacks import Callback, TrainerHandle
+from headrace.run.checkpoint import list_checkpoints
 from headrace.cli.main import run as run_command
-from headrace.data.ledger import LedgerReader
+from headrace.ledger import LedgerReader
 from headrace.errors import LedgerError
-from headrace.replay import Replay
+from headrace.trainer.replay import Replay
 from null_backend import Null, null_trainer, scattered
 
 STEPS, KILLED, NEWEST, BEFORE = 9, 7, 6, 4  # the run is killed in its 8th step; its last two checkpoints

@@ -20,7 +20,7 @@ from headrace.backends.local.teacher import Teacher
 from headrace.data.episode import Step
 from headrace.errors import ModelError
 from headrace.models.align import UNREADABLE, TokenBytes, align_logprobs
-from headrace.runfile import build_config
+from headrace.config.loading import build_config
 from watched import plain_logprobs, plain_model, watched_run
 
 EOS = "</s>"

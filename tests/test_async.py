@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file
 
 from headrace import Callback, Model, Task, UnifiedTrainer
-from headrace.checkpoint import list_checkpoints
-from headrace.engine.request import Request
+from headrace.run.checkpoint import list_checkpoints
+from headrace.engines.request import Request
 from headrace.errors import PublicationError
-from headrace.runfile import build_config
-from headrace.trainer import RunResult
+from headrace.config.loading import build_config
+from headrace.trainer.trainer import RunResult
 
 
 def train(run_dir: Path, workflow: Any = None, callbacks: Any = (), **sections: Any) -> RunResult:
@@ -131,7 +131,7 @@ def test_an_evaluation_beside_asynchronous_training_is_of_the_version_it_began_w
 
 
 def test_weights_that_do_not_arrive_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from headrace.engine.torch_engine import TorchEngine
+    from headrace.engines.torch.engine import TorchEngine
 
     load = TorchEngine.load_weights
 

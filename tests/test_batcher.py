@@ -16,7 +16,7 @@ from headrace.config import AlgorithmSection
 from headrace.data.episode import Trajectory, TrajectoryGroup
 from headrace.data.packing import cut_by_tokens
 from headrace.data.sample import Sample, TrainBatch
-from headrace.pipeline.batcher import grad_scale, pack, to_samples
+from headrace.algorithms.batching import grad_scale, pack, to_samples
 
 AGGREGATIONS = ["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "token_sum", "constant"]
 

@@ -16,20 +16,23 @@ from typing import Any
 import pytest
 
 from fakes import ROOT, FakeEngine, char_chat
-from headrace import loopwatch, registry, threads, usercode
-from headrace.agents.completer import Model
-from headrace.agents.loop import AgentLoopManager, Limits, RolloutSpec
-from headrace.agents.record import NoJournal, NoRecord
-from headrace.agents.workflow import as_run_function
-from headrace.callbacks import Callback
+from headrace import registry
+from headrace.utils import loopwatch
+from headrace.utils import threads
+from headrace.utils import usercode
+from headrace.rollout.model_client import Model
+from headrace.rollout.manager import AgentLoopManager, Limits, RolloutSpec
+from headrace.ledger.episode_record import NoJournal, NoRecord
+from headrace.rollout.workflow import as_run_function
+from headrace.trainer.callbacks import Callback
 from headrace.data.sources.read import read_rows
 from headrace.data.task import Task
-from headrace.deadline import Call, call_user
-from headrace.engine.base import SamplingParams
+from headrace.utils.deadline import Call, call_user
+from headrace.engines.base import SamplingParams
 from headrace.errors import DataError, DeadlineError, EscapeError, WorkflowError, first_of
 from headrace.judge.base import Judger, Verdict
-from headrace.loopwatch import watched_loop
-from headrace.usercode import contained
+from headrace.utils.loopwatch import watched_loop
+from headrace.utils.usercode import contained
 from null_backend import Null, scattered
 from test_callbacks import EVAL, EVENTS
 from test_failures import by_number, every_schedule, failed, failing_run
@@ -250,8 +253,8 @@ async def test_a_call_that_expires_early_is_late() -> None:
 
 EXIT = """
 import asyncio, sys, threading
-from headrace import threads
-from headrace.deadline import call_user
+from headrace.utils import threads
+from headrace.utils.deadline import call_user
 threads.GRACE_S = 0.1
 async def stubborn():
     while True:

@@ -20,7 +20,7 @@ from headrace.config import (
 )
 from headrace.data.episode import Episode, Step, TerminationReason, Trajectory, TrajectoryGroup
 from headrace.errors import DataError, WorkflowError
-from headrace.pipeline.buffer import FinishedGroup, TrajectoryGroupBuffer, form_groups, group_by_step
+from headrace.scheduling.buffer import FinishedGroup, TrajectoryGroupBuffer, form_groups, group_by_step
 
 FAILED = episode(1.0, error="broke")
 

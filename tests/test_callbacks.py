@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from headrace import registry
-from headrace.agents.completer import Model
-from headrace.callbacks import Callback, Metrics, TrainerHandle, due
+from headrace.rollout.model_client import Model
+from headrace.trainer.callbacks import Callback, Metrics, TrainerHandle, due
 from headrace.data.task import Task
 from headrace.errors import WorkflowError
 from null_backend import Null, null_run, reported, scattered
@@ -205,7 +205,7 @@ def test_what_a_callback_returns_is_tracked_and_seen_by_those_after_it(tmp_path:
 
 def test_a_callback_named_in_the_run_file_is_made_and_told(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
-        "from headrace.callbacks import Callback\n"
+        "from headrace.trainer.callbacks import Callback\n"
         "class Named(Callback):\n"
         "    def on_batch_end(self, step, metrics):\n"
         "        return {'named/seen': float(step)}\n"

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from checkpoints import FileBackend, save_one, score, some_state
-from headrace.checkpoint import (
+from headrace.run.checkpoint import (
     checkpoint_folder,
     list_checkpoints,
     load_checkpoint,
@@ -19,8 +19,8 @@ from headrace.checkpoint import (
     with_evaluation,
 )
 from headrace.errors import BackendError, CheckpointError, ConfigError
-from headrace.manifest import NAME, find_damage, seal
-from headrace.random_state import random_states, restore_random_states
+from headrace.run.manifest import NAME, find_damage, seal
+from headrace.run.random_state import random_states, restore_random_states
 
 FILES = ["weights", "optimizer/moments", "trainer.json", "random.json", NAME]
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from fakes import FakeEngine, char_chat
-from headrace.agents.completer import Model
-from headrace.agents.gateway import close_gateway, model_session
-from headrace.agents.gateway.external import ExternalAgent
-from headrace.agents.mcp import McpServers
-from headrace.child_environment import child_environment
+from headrace.rollout.model_client import Model
+from headrace.rollout.gateway import close_gateway, model_session
+from headrace.rollout.gateway.external import ExternalAgent
+from headrace.rollout.mcp import McpServers
+from headrace.utils.child_environment import child_environment
 from headrace.data.task import Task
-from headrace.engine.base import SamplingParams
+from headrace.engines.base import SamplingParams
 from headrace.errors import ConfigError
 from headrace.judge.pool import WorkerPool
 

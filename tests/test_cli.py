@@ -17,7 +17,7 @@ from headrace.cli.doctor import EXTRAS
 from headrace.cli.main import app, run
 from headrace.cli.show import to_toml
 from headrace.config import RunConfig
-from headrace.runfile import build_config, field_paths, load_config
+from headrace.config.loading import build_config, field_paths, load_config
 
 HEAVY = {"torch", "transformers", "numpy", "tensorboardX"}
 Caught = pytest.CaptureFixture[str]

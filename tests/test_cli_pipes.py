@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from headrace.interrupts import interruptible, on_interrupt
-from headrace.terminal import Console
-from headrace.track.base import TrackerSet
-from headrace.track.console import ConsoleTracker
+from headrace.utils.interrupts import interruptible, on_interrupt
+from headrace.tracking.terminal import Console
+from headrace.tracking.base import TrackerSet
+from headrace.tracking.console import ConsoleTracker
 
 TALKATIVE = {
     "help": ["--help"],

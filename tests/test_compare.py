@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from headrace.cli.main import run
-from headrace.compare import compare, difference, sign_test
+from headrace.evaluation.compare import compare, difference, sign_test
 from headrace.data.episode import Episode, Step, Trajectory
-from headrace.data.ledger import Ledger
+from headrace.ledger import Ledger
 from headrace.data.task import Task
 from headrace.errors import ConfigError
-from headrace.evaluation_file import (
+from headrace.evaluation.results_file import (
     EvaluationResult,
     SetResult,
     TaskScore,

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fakes import examples
-from headrace.pipeline.coordinator import Account, SyncCoordinator
-from headrace.pipeline.staleness import Count, Drop, Mask, StalenessPolicy, Trust, Wait
+from headrace.scheduling.coordinator import Account, SyncCoordinator
+from headrace.scheduling.staleness import Count, Drop, Mask, StalenessPolicy, Trust, Wait
 
 POLICIES: tuple[type[StalenessPolicy], ...] = (Count, Drop, Wait, Mask, Trust)
 EPISODES = 3

@@ -20,7 +20,7 @@ import pytest
 from crash import EVENTS, WHEN, Kill, Life, Lives
 from crash_checks import check_run, check_same
 from crash_scenarios import SCENARIOS, TASKS
-from headrace.replay import Replay
+from headrace.trainer.replay import Replay
 
 MODEL = ("in_step", "in_step_apart", "ahead", "ahead_apart")
 NULL = ("null_in_step", "null_ahead")

@@ -11,10 +11,10 @@ from torch import Tensor
 
 import tiny
 from forwards import assert_close, decoded_logits, reference_logits
-from headrace.engine.base import Generation, SamplingParams
-from headrace.engine.sampling import sample_tokens
-from headrace.engine.torch_engine import TorchEngine
-from headrace.models import native
+from headrace.engines.base import Generation, SamplingParams
+from headrace.engines.torch.sampling import sample_tokens
+from headrace.engines.torch.engine import TorchEngine
+from headrace.models.kernels import cpu as native
 from headrace.models.causal import Draws, build_causal_model
 from headrace.models.llama import LlamaModel
 from headrace.models.packed import PackedRows

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from headrace.engine.delivery import Deliveries
+from headrace.engines.torch.delivery import Deliveries
 
 
 def on_a_thread(work: object) -> None:

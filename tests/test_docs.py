@@ -13,11 +13,12 @@ from typing import Any, get_args, get_origin
 import pytest
 from pydantic import BaseModel
 
-from headrace import capabilities, registry
+from headrace import registry
+from headrace.algorithms import overview as capabilities
 from headrace.cli.main import app
 from headrace.errors import ConfigError, ModelError
 from headrace.models.catalog import resolve_model
-from headrace.runfile import build_config, field_paths, load_config
+from headrace.config.loading import build_config, field_paths, load_config
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

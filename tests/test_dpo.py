@@ -13,12 +13,12 @@ from torch.nn import functional
 
 from contracts.backend_contract import IMITATE, random_samples
 from headrace import Task, registry
-from headrace.advantage.preference import SKIP_REASONS
-from headrace.agents.completer import Model
+from headrace.algorithms.preference import SKIP_REASONS
+from headrace.rollout.model_client import Model
 from headrace.config import AlgorithmSection
 from headrace.errors import DataError
-from headrace.pipeline.batcher import grad_scale, pack
-from headrace.track.base import RunInfo
+from headrace.algorithms.batching import grad_scale, pack
+from headrace.tracking.base import RunInfo
 from watched import (
     FLOAT64,
     assert_same_gradient,

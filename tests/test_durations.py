@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from fakes import examples, step
 from headrace.data.episode import Episode, Trajectory
-from headrace.pipeline.buffer import FinishedGroup
-from headrace.pipeline.durations import QUANTILES, GroupDurations, RecordedDurations, recorded_groups
+from headrace.scheduling.buffer import FinishedGroup
+from headrace.scheduling.durations import QUANTILES, GroupDurations, RecordedDurations, recorded_groups
 
 
 def group(*versions: int) -> FinishedGroup:

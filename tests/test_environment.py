@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 
 from fakes import FakeEngine, char_chat
-from headrace.agents.budget import Budget
-from headrace.agents.chat_loop import ChatLoop
-from headrace.agents.completer import Model
-from headrace.agents.environment import EnvironmentLoop
-from headrace.agents.loop import AgentLoopManager, Limits, RolloutSpec
-from headrace.agents.store import StoredValues
+from headrace.rollout.budget import Budget
+from headrace.rollout.chat_loop import ChatLoop
+from headrace.rollout.model_client import Model
+from headrace.rollout.environment import EnvironmentLoop
+from headrace.rollout.manager import AgentLoopManager, Limits, RolloutSpec
+from headrace.rollout.store import StoredValues
 from headrace.data.episode import Episode
-from headrace.data.ledger import Ledger
+from headrace.ledger import Ledger
 from headrace.data.task import Task
-from headrace.engine.base import SamplingParams
+from headrace.engines.base import SamplingParams
 from headrace.errors import ConfigError, InfrastructureError
-from headrace.journal import RunJournal
+from headrace.run.journal import RunJournal
 from headrace.judge.base import Judger, Verdict
 
 TASK = Task("t", instruction="Guess.", metadata={"secret": 5})

@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fakes import examples, trajectory
-from headrace.advantage import assign
-from headrace.advantage.assign import assign_advantages
-from headrace.advantage.estimators import (
+from headrace.algorithms.advantages import assign
+from headrace.algorithms.advantages.assign import assign_advantages
+from headrace.algorithms.advantages.estimators import (
     Estimator,
     GroupRewards,
     constant,

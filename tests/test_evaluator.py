@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 from fakes import FakeEngine, char_chat, episode
-from headrace.agents.completer import Model
-from headrace.agents.loop import AgentLoopManager
-from headrace.agents.workflow import single_turn
+from headrace.rollout.model_client import Model
+from headrace.rollout.manager import AgentLoopManager
+from headrace.rollout.workflow import single_turn
 from headrace.config import EvalSet, RolloutSection
 from headrace.data.episode import Episode, Step, Trajectory
 from headrace.data.task import Task
-from headrace.engine.base import SamplingParams
+from headrace.engines.base import SamplingParams
 from headrace.errors import WorkflowError
-from headrace.evaluator import Evaluator, bootstrap_interval, evaluation_metrics, pass_at_k, wilson_interval
+from headrace.evaluation.evaluator import Evaluator, bootstrap_interval, evaluation_metrics, pass_at_k, wilson_interval
 from headrace.judge.base import FunctionJudger
 
 TASKS = [Task(str(i), instruction=f"Say {word}.", answer=word) for i, word in enumerate(["a", "b", "ab", "ba"])]

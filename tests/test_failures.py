@@ -18,18 +18,18 @@ import pytest
 
 import null_backend
 from headrace import registry
-from headrace.agents.completer import Model
-from headrace.alarms import Alarms
-from headrace.callbacks import Callback
+from headrace.rollout.model_client import Model
+from headrace.trainer.alarms import Alarms
+from headrace.trainer.callbacks import Callback
 from headrace.cli.main import run as run_command
 from headrace.config import RunConfig
 from headrace.data.sampler import TaskSampler
 from headrace.data.task import Task
-from headrace.engine.base import EngineHealth
+from headrace.engines.base import EngineHealth
 from headrace.errors import BackendError, DataError, EngineError, HeadraceError, PublicationError, WorkflowError
 from headrace.judge.base import Judger, Verdict
-from headrace.pipeline.buffer import TrajectoryGroupBuffer
-from headrace.pipeline.staleness import Mask, StalenessPolicy
+from headrace.scheduling.buffer import TrajectoryGroupBuffer
+from headrace.scheduling.staleness import Mask, StalenessPolicy
 from null_backend import Null, NullBackend, NullEngine, Ran, null_run, scattered
 from test_callbacks import EVAL, EVENTS
 from test_schedules import POLICIES, heavy_tail
@@ -436,7 +436,7 @@ def test_batches_of_which_nothing_may_be_trained_end_the_run_with_their_cause(tm
 
 MINE = """
 import asyncio
-from headrace.callbacks import Callback
+from headrace.trainer.callbacks import Callback
 from headrace.errors import BackendError, EngineError
 
 async def works(task, model):
@@ -518,8 +518,8 @@ def test_the_process_ends_with_the_traceback_of_an_exception_that_is_not_ours(
 @pytest.mark.parametrize("bound", [0, 2])
 @pytest.mark.parametrize("error", ["RuntimeError", "headrace.errors.DivergedError"])
 def test_a_broken_loss_ends_the_run(tmp_path: Path, bound: int, error: str) -> None:
-    from headrace.runfile import build_config
-    from headrace.trainer import UnifiedTrainer
+    from headrace.config.loading import build_config
+    from headrace.trainer.trainer import UnifiedTrainer
 
     module = tmp_path / "mine.py"
     module.write_text(f"import headrace.errors\ndef own(context):\n    raise {error}('no such loss')\n")

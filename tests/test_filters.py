@@ -7,7 +7,7 @@ from typing import Any, get_args
 import pytest
 
 from fakes import episode, trajectory
-from headrace.advantage.filters import (
+from headrace.algorithms.filters import (
     drop_by_termination,
     drop_too_few,
     impute_names,

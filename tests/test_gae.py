@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fakes import examples
-from headrace.advantage.gae import gae
+from headrace.algorithms.advantages.gae import gae
 
 numbers = st.floats(-10, 10)
 rows = st.lists(st.tuples(numbers, numbers), min_size=1, max_size=12)

@@ -12,16 +12,16 @@ import pytest
 import torch
 
 from fakes import FakeEngine, char_chat
-from headrace.agents.chat import ChatTemplate
-from headrace.agents.completer import Model
-from headrace.agents.gateway import ModelSession, close_gateway, model_session
+from headrace.rollout.chat import ChatTemplate
+from headrace.rollout.model_client import Model
+from headrace.rollout.gateway import ModelSession, close_gateway, model_session
 from headrace.backends.local.backend import LocalBackend
-from headrace.data.countdown import countdown_tasks
+from headrace.data.sources.countdown import countdown_tasks
 from headrace.data.sample import merge_steps
 from headrace.data.task import Task
-from headrace.engine.base import Generation, SamplingParams
-from headrace.runfile import build_config
-from headrace.trainer import UnifiedTrainer
+from headrace.engines.base import Generation, SamplingParams
+from headrace.config.loading import build_config
+from headrace.trainer.trainer import UnifiedTrainer
 
 TASK = countdown_tasks(count=1)[0]
 IDS = {"return_token_ids": True}

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from fakes import ROOT, FakeEngine, char_chat
-from headrace.agents.budget import Budget
-from headrace.agents.gateway import close_gateway
-from headrace.agents.gateway.external import ExternalAgent
-from headrace.agents.loop import AgentLoopManager, Limits, RolloutSpec
+from headrace.rollout.budget import Budget
+from headrace.rollout.gateway import close_gateway
+from headrace.rollout.gateway.external import ExternalAgent
+from headrace.rollout.manager import AgentLoopManager, Limits, RolloutSpec
 from headrace.data.episode import Episode, TerminationReason
 from headrace.data.task import Task
-from headrace.engine.base import SamplingParams
+from headrace.engines.base import SamplingParams
 from headrace.errors import ConfigError, EngineError
 from headrace.judge.base import FunctionJudger
 from headrace.registry import resolve

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fakes import examples
-from headrace.agents.gateway.anthropic import Messages
-from headrace.agents.gateway.chat import ChatCompletions
-from headrace.agents.gateway.completions import Completions
-from headrace.agents.gateway.responses import Responses
-from headrace.agents.gateway.wire import Call, Dialect, Fields, Refusal, Reply, parse_json, pieces
+from headrace.rollout.gateway.anthropic import Messages
+from headrace.rollout.gateway.chat import ChatCompletions
+from headrace.rollout.gateway.completions import Completions
+from headrace.rollout.gateway.responses import Responses
+from headrace.rollout.gateway.wire import Call, Dialect, Fields, Refusal, Reply, parse_json, pieces
 from headrace.data.episode import ModelOutput
 
 DIALECTS: list[Dialect] = [ChatCompletions(), Completions(), Responses(), Messages()]
@@ -121,5 +121,5 @@ def test_reasoning_is_told_apart_from_the_answer(dialect: Dialect, key: str) -> 
 
 
 def test_the_gateway_loads_no_server_until_a_session_is_opened() -> None:
-    code = "import sys, headrace.agents.gateway; sys.exit('starlette' in sys.modules or 'uvicorn' in sys.modules)"
+    code = "import sys, headrace.rollout.gateway; sys.exit('starlette' in sys.modules or 'uvicorn' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

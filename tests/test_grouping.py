@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from headrace import Task, Trajectory
-from headrace.agents.completer import Model
+from headrace.rollout.model_client import Model
 from headrace.data.sample import Sample
 from headrace.errors import ConfigError
 from watched import scattered_reward, trained, watched_run

@@ -19,8 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fakes import examples
-from headrace.agents.chat import ChatTemplate
-from headrace.agents.messages import normal, split_tool_calls
+from headrace.rollout.chat import ChatTemplate
+from headrace.rollout.messages import normal, split_tool_calls
 from headrace.data.episode import Episode, Step, Trajectory
 from headrace.data.split import prompt_key
 from headrace.data.task import Task

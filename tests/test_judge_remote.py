@@ -8,7 +8,7 @@ import pytest
 
 from headrace.data.episode import Episode, Step, Trajectory
 from headrace.data.task import Task
-from headrace.engine import http
+from headrace.engines import http
 from headrace.errors import InfrastructureError, WorkflowError
 from headrace.judge.base import Verdict, as_judger
 from headrace.registry import resolve

@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 
 from fakes import FakeEngine, char_chat, step
-from headrace.agents.loop import AgentLoopManager, Limits, RolloutSpec
-from headrace.agents.workflow import single_turn
-from headrace.assembly import _judger
+from headrace.rollout.manager import AgentLoopManager, Limits, RolloutSpec
+from headrace.rollout.workflow import single_turn
+from headrace.trainer.setup import _judger
 from headrace.config import JudgeSection
 from headrace.data.episode import Episode, TerminationReason, Trajectory
 from headrace.data.task import Task
-from headrace.engine.base import SamplingParams
+from headrace.engines.base import SamplingParams
 from headrace.errors import ConfigError, EngineError, InfrastructureError, PromptTooLongError
 from headrace.judge import router
 from headrace.judge.base import JudgeError, Judger, Verdict, as_judger
 from headrace.judge.router import GuardedJudger, Router
-from headrace.runfile import build_config
+from headrace.config.loading import build_config
 
 
 @pytest.fixture(autouse=True)

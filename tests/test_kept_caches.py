@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import tiny
-from headrace.engine.base import Generation, SamplingParams
-from headrace.engine.kept import KeptCaches
-from headrace.engine.torch_engine import TorchEngine
+from headrace.engines.base import Generation, SamplingParams
+from headrace.engines.torch.prefix_cache import KeptCaches
+from headrace.engines.torch.engine import TorchEngine
 from headrace.models.causal import build_causal_model
 
 PARAMS = SamplingParams(max_tokens=9, ignore_eos=True)

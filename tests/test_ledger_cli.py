@@ -16,8 +16,8 @@ import pytest
 
 from headrace.cli.main import run
 from headrace.data.episode import Episode
-from headrace.data.ledger import Ledger, LedgerReader
-from headrace.data.ledger.export import export_episodes
+from headrace.ledger import Ledger, LedgerReader
+from headrace.ledger.export import export_episodes
 from recorded import dispatch, play, simple_episode, train
 
 Caught = pytest.CaptureFixture[str]
@@ -67,7 +67,7 @@ def test_a_run_that_goes_on_is_shown_as_running_and_a_killed_one_as_killed(run_d
         assert run(["ledger", str(run_dir)]) == 0
         assert "running" in capsys.readouterr().out
     code = (
-        "import os, sys; from headrace.data.ledger import *; l = Ledger.open(__import__('pathlib').Path(sys.argv[1]));"
+        "import os, sys; from headrace.ledger import *; l = Ledger.open(__import__('pathlib').Path(sys.argv[1]));"
     )
     subprocess.run([sys.executable, "-c", f"{code} l.flush(); os._exit(9)", run_dir])
     assert run(["ledger", str(run_dir)]) == 0
@@ -134,7 +134,7 @@ def test_parquet_holds_the_same(run_dir: Path, tmp_path: Path):
 
 def test_without_pyarrow_it_says_what_to_install(run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    monkeypatch.delitem(sys.modules, "headrace.data.ledger.parquet", raising=False)
+    monkeypatch.delitem(sys.modules, "headrace.ledger.parquet", raising=False)
     done = run_and_catch(["ledger", str(run_dir), "--export", str(tmp_path / "out.parquet")])
     assert 'pip install -e ".[parquet]" -c' in done and not list(tmp_path.glob("*out*"))
 

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from headrace.data.ledger import Ledger, LedgerReader, schema
-from headrace.data.ledger import ledger as ledger_module
-from headrace.data.ledger.files import connect_writer
+from headrace.ledger import Ledger, LedgerReader
+from headrace.ledger import schema
+from headrace.ledger import ledger as ledger_module
+from headrace.ledger.files import connect_writer
 from headrace.errors import LedgerError
 from recorded import dispatch, play, simple_episode, train
 
@@ -179,7 +180,7 @@ def test_a_failure_that_nobody_was_told_of_is_raised_by_close(tmp_path: Path):
 
 
 def test_a_full_queue_waits_and_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("headrace.data.ledger.writer.MOST_WAITING", 3)
+    monkeypatch.setattr("headrace.ledger.writer.MOST_WAITING", 3)
     with Ledger.open(tmp_path) as ledger:
         for group_id in range(50):
             dispatch(ledger, group_id)
@@ -233,7 +234,7 @@ def test_a_finished_ledger_is_read_where_nothing_can_be_written(open_folder: Pat
 
 def test_a_second_writer_is_refused_and_a_reader_is_not(tmp_path: Path):
     code = (
-        "import sys; from pathlib import Path; from headrace.data.ledger import Ledger; Ledger.open(Path(sys.argv[1]))"
+        "import sys; from pathlib import Path; from headrace.ledger import Ledger; Ledger.open(Path(sys.argv[1]))"
     )
     with Ledger.open(tmp_path):
         done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True)
@@ -308,7 +309,7 @@ def test_an_older_ledger_is_migrated_and_keeps_what_it_holds(
         dispatch(ledger, 0)
     added = ("ALTER TABLE groups ADD COLUMN colour TEXT", "UPDATE groups SET colour = 'blue'")
     monkeypatch.setattr(schema, "MIGRATIONS", [*schema.MIGRATIONS, added])
-    monkeypatch.setattr("headrace.data.ledger.files.MIGRATIONS", schema.MIGRATIONS)
+    monkeypatch.setattr("headrace.ledger.files.MIGRATIONS", schema.MIGRATIONS)
     with open_it(tmp_path) as reader:
         assert reader.account().dispatched == 1
         assert reader._rows("SELECT colour, user_version FROM groups, pragma_user_version()") == [("blue", 4)]
@@ -319,7 +320,7 @@ def test_a_migration_that_fails_changes_nothing(tmp_path: Path, monkeypatch: pyt
     broken = ("ALTER TABLE groups ADD COLUMN colour TEXT", "ALTER TABLE no_such_table ADD COLUMN x")
     with monkeypatch.context() as patch:
         patch.setattr(schema, "MIGRATIONS", [*schema.MIGRATIONS, broken])
-        patch.setattr("headrace.data.ledger.files.MIGRATIONS", schema.MIGRATIONS)
+        patch.setattr("headrace.ledger.files.MIGRATIONS", schema.MIGRATIONS)
         with pytest.raises(LedgerError, match="no such table"):
             Ledger.open(tmp_path)
     with Ledger.open(tmp_path) as ledger:

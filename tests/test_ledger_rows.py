@@ -18,21 +18,22 @@ from hypothesis import strategies as st
 from crash_checks import rows as ask
 from crash_scenarios import RememberingNull
 from headrace import Task, Trajectory, TrajectoryGroup
-from headrace.advantage.assign import assign_advantages
-from headrace.afterwards import config_of
-from headrace.agents.completer import Model
-from headrace.callbacks import Callback, Metrics
+from headrace.algorithms.advantages.assign import assign_advantages
+from headrace.evaluation.evaluate import config_of
+from headrace.rollout.model_client import Model
+from headrace.trainer.callbacks import Callback, Metrics
 from headrace.config import LedgerSection, RunConfig
 from headrace.data.episode import Episode, Step
-from headrace.data.ledger import Ledger, LedgerReader, TrainedRow, schema
-from headrace.data.ledger.export import export_episodes
-from headrace.data.ledger.rows import pack_rows, unpack_rows
+from headrace.ledger import Ledger, LedgerReader, TrainedRow
+from headrace.ledger import schema
+from headrace.ledger.export import export_episodes
+from headrace.ledger.rows import pack_rows, unpack_rows
 from headrace.data.sample import Sample, TrainBatch
-from headrace.metrics import MetricsAggregator
-from headrace.pipeline.batcher import pack, to_samples
-from headrace.pipeline.buffer import TrajectoryGroupBuffer
+from headrace.tracking.metrics import MetricsAggregator
+from headrace.algorithms.batching import pack, to_samples
+from headrace.scheduling.buffer import TrajectoryGroupBuffer
 from headrace.registry import resolve
-from headrace.runfile import build_config
+from headrace.config.loading import build_config
 from null_backend import Null, NullBackend, Ran, null_run, scattered, some_tasks
 from recorded import dispatch, play, simple_episode
 
@@ -361,7 +362,7 @@ def test_a_ledger_of_version_one_goes_on_and_does_not_know_the_older_advantages(
 ) -> None:
     with monkeypatch.context() as older:
         older.setattr(schema, "MIGRATIONS", schema.MIGRATIONS[:1])
-        older.setattr("headrace.data.ledger.files.MIGRATIONS", schema.MIGRATIONS)
+        older.setattr("headrace.ledger.files.MIGRATIONS", schema.MIGRATIONS)
         with Ledger.open(tmp_path) as ledger:
             record(ledger, 0)
     assert ask(tmp_path, "PRAGMA user_version") == [(1,)]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from headrace.errors import ConfigError
-from headrace.listening import HttpServer, Rules, listen
+from headrace.utils.listening import HttpServer, Rules, listen
 
 CALLS: list[bytes] = []
 JSON = "Content-Type: application/json"

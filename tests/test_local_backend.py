@@ -17,9 +17,9 @@ from headrace.backends.local.backend import LocalBackend
 from headrace.config import AlgorithmSection
 from headrace.data.sample import Sample
 from headrace.errors import BackendError, ConfigError, DataError
-from headrace.pipeline.batcher import grad_scale, pack
-from headrace.pipeline.drift import drift_metrics
-from headrace.runfile import build_config
+from headrace.algorithms.batching import grad_scale, pack
+from headrace.trainer.drift import drift_metrics
+from headrace.config.loading import build_config
 
 
 def make_local(**changes: Any) -> LocalBackend:

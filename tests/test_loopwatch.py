@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 
-from headrace.loopwatch import watched_loop
-from headrace.usercode import where_it_failed
+from headrace.utils.loopwatch import watched_loop
+from headrace.utils.usercode import where_it_failed
 
 
 async def test_a_line_that_blocks_is_told_once() -> None:

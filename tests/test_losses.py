@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.autograd.gradcheck import gradcheck
 
 from fakes import examples
-from headrace.backends import losses
-from headrace.backends.losses import Loss, LossContext, correction_weights, kl_penalty, mean_by_row, sum_by_row
+from headrace.algorithms import losses
+from headrace.algorithms.losses import Loss, LossContext, correction_weights, kl_penalty, mean_by_row, sum_by_row
 from headrace.config import AlgorithmSection, CorrectionSection, KlSection
 from headrace.errors import ConfigError
 from headrace.registry import resolve

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.errors import DataError
-from headrace.metrics import MetricsAggregator, Reducer
+from headrace.tracking.metrics import MetricsAggregator, Reducer
 
 any_float = st.floats(allow_nan=True, allow_infinity=True)
 weights = st.floats(min_value=0, max_value=1e6)

@@ -20,7 +20,7 @@ from headrace.data.split import overlaps, prompt_key, split_tasks
 from headrace.data.task import Task
 from headrace.data.training import TrainingData, check_overlap, load_evaluation, load_training, make_sampler
 from headrace.errors import ConfigError, DataError
-from headrace.runfile import build_config
+from headrace.config.loading import build_config
 
 sizes_and_weights = st.lists(st.tuples(st.integers(1, 12), st.floats(0.05, 20)), min_size=1, max_size=4)
 

@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.engine.sampling import _inverse_cdf
-from headrace.models import native
-from headrace.models.native import Kernels, build
+from headrace.engines.torch.sampling import _inverse_cdf
+from headrace.models.kernels import cpu as native
+from headrace.models.kernels.cpu import Kernels
+from headrace.models.kernels.cpu import build
 
 
 @pytest.fixture(params=[1, 2])

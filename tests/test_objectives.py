@@ -13,19 +13,19 @@ import torch
 
 from contracts.backend_contract import IMITATE, random_samples
 from headrace import Task, Trajectory
-from headrace.advantage.gae import gae
-from headrace.agents.chat import ChatTemplate
-from headrace.agents.completer import Model
+from headrace.algorithms.advantages.gae import gae
+from headrace.rollout.chat import ChatTemplate
+from headrace.rollout.model_client import Model
 from headrace.backends.local.token_losses import token_losses
-from headrace.backends.losses import LossContext
+from headrace.algorithms.losses import LossContext
 from headrace.config import AlgorithmSection, KlSection, RoleSection
 from headrace.data.sample import NO_VERSION, Sample
-from headrace.learner import Learner
-from headrace.metrics import MetricsAggregator
-from headrace.objectives import AdvantageObjective, Completion, Part, Prepared
-from headrace.pipeline.batcher import grad_scale, pack
-from headrace.pipeline.buffer import FinishedGroup
-from headrace.pipeline.staleness import StalenessPolicy
+from headrace.trainer.learner_step import Learner
+from headrace.tracking.metrics import MetricsAggregator
+from headrace.algorithms.objectives import AdvantageObjective, Completion, Part, Prepared
+from headrace.algorithms.batching import grad_scale, pack
+from headrace.scheduling.buffer import FinishedGroup
+from headrace.scheduling.staleness import StalenessPolicy
 from watched import (
     FLOAT64,
     WatchedBackend,

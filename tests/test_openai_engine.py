@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-from headrace.agents.budget import Budget
-from headrace.agents.completer import Model
-from headrace.agents.loop import AgentLoopManager, Limits
-from headrace.agents.remote_model import NoEngine, remote_model
+from headrace.rollout.budget import Budget
+from headrace.rollout.model_client import Model
+from headrace.rollout.manager import AgentLoopManager, Limits
+from headrace.rollout.remote_model import NoEngine, remote_model
 from headrace.data.episode import Episode, TerminationReason
 from headrace.data.task import Task
-from headrace.engine import http
-from headrace.engine.base import SamplingParams
-from headrace.engine.openai import OpenAIClient
+from headrace.engines import http
+from headrace.engines.base import SamplingParams
+from headrace.engines.openai import OpenAIClient
 from headrace.errors import (
     ConfigError,
     EngineError,

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from headrace.openmp import SPINS, as_given
+from headrace.utils.openmp import SPINS, as_given
 
 SCRIPT = "import headrace, os, sys; print(os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules)"
 

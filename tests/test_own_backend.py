@@ -14,15 +14,15 @@ from safetensors.torch import load_file
 from contracts.backend_contract import IMITATE, BackendContract, random_samples
 from fakes import ROOT
 from headrace import UnifiedTrainer, load_config, registry
-from headrace.afterwards import export_run
+from headrace.evaluation.evaluate import export_run
 from headrace.backends.base import Backend
 from headrace.backends.local.backend import LocalBackend
-from headrace.checkpoint import list_checkpoints
+from headrace.run.checkpoint import list_checkpoints
 from headrace.config import AlgorithmSection
 from headrace.errors import BackendError, ConfigError
-from headrace.pipeline.batcher import grad_scale, pack
+from headrace.algorithms.batching import grad_scale, pack
 from headrace.registry import load_object
-from headrace.runfile import build_config
+from headrace.config.loading import build_config
 
 FILE = ROOT / "examples" / "own_backend.py"
 OwnBackend = load_object(f"{FILE}:OwnBackend")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fakes import step
-from headrace.advantage.assign import assign_advantages
+from headrace.algorithms.advantages.assign import assign_advantages
 from headrace.config import AlgorithmSection, RoleSection
 from headrace.data.episode import Step, Trajectory, TrajectoryGroup
 from headrace.errors import DataError
@@ -93,7 +93,7 @@ def test_on_distilled_and_rewarded_roles_mix() -> None:
 
 def test_on_a_batch_level_estimator_sees_only_the_groups_that_fall_back() -> None:
     far = group([(0.5, -0.25)], [(7.0, 0.0)], rewards=(100.0, -100.0))
-    algorithm = ON.model_copy(update={"estimator": "headrace.advantage.estimators:prpo"})
+    algorithm = ON.model_copy(update={"estimator": "headrace.algorithms.advantages.estimators:prpo"})
     found, _ = assign([far, NONE], algorithm)
     assert found[1][0][0] == pytest.approx((1.0, 1.0), abs=1e-5)
 

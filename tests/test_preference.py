@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fakes import step
-from headrace.advantage.preference import SKIP_REASONS, PreferencePair, form_pairs
+from headrace.algorithms.preference import SKIP_REASONS, PreferencePair, form_pairs
 from headrace.config import DpoSection
 from headrace.data.episode import Trajectory, TrajectoryGroup
 from headrace.errors import DataError

@@ -16,10 +16,10 @@ import tiny
 from contracts.engine_contract import EngineContract
 from forked import SMOKE, ForkServer
 from headrace.config import ModelSection
-from headrace.engine.process import ProcessEngine
-from headrace.engine.wire import EngineOptions
+from headrace.engines.process.engine import ProcessEngine
+from headrace.engines.process.wire import EngineOptions
 from headrace.models.causal import build_causal_model
-from headrace.models.fingerprint import fingerprint
+from headrace.weights.digest import fingerprint
 from headrace.models.load import load_model
 
 

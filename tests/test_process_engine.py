@@ -19,15 +19,15 @@ import tiny
 from contracts.engine_harness import soon, submitted, under_way, until
 from forked import ForkServer, is_running
 from headrace.config import LoraSection, ModelSection
-from headrace.engine.base import Generation, SamplingParams
-from headrace.engine.child import Launch, ProcessChild
-from headrace.engine.process import ProcessEngine
-from headrace.engine.shared_weights import BoundModels, SharedWeights
-from headrace.engine.torch_engine import TorchEngine
-from headrace.engine.wire import EngineOptions
+from headrace.engines.base import Generation, SamplingParams
+from headrace.engines.process.child import Launch, ProcessChild
+from headrace.engines.process.engine import ProcessEngine
+from headrace.weights.shared_memory import BoundModels, SharedWeights
+from headrace.engines.torch.engine import TorchEngine
+from headrace.engines.process.wire import EngineOptions
 from headrace.errors import EngineError
 from headrace.models.causal import build_causal_model
-from headrace.models.fingerprint import fingerprint
+from headrace.weights.digest import fingerprint
 from headrace.models.load import load_model
 from headrace.models.modules import trained_parameters
 
@@ -368,9 +368,9 @@ def test_a_process_whose_learner_is_gone_before_it_has_started_ends_too(llama: M
 LEARNER = """
 import asyncio, sys
 from headrace.config import ModelSection
-from headrace.engine.base import SamplingParams
-from headrace.engine.process import ProcessEngine
-from headrace.engine.wire import EngineOptions
+from headrace.engines.base import SamplingParams
+from headrace.engines.process.engine import ProcessEngine
+from headrace.engines.process.wire import EngineOptions
 from headrace.models.load import load_model
 
 async def main():

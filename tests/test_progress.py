@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console as RichConsole
 
-from headrace.terminal import Pulse, working
-from headrace.threads import in_own_thread
-from headrace.track.base import RunInfo
-from headrace.track.console import ConsoleTracker
+from headrace.tracking.terminal import Pulse, working
+from headrace.utils.threads import in_own_thread
+from headrace.tracking.base import RunInfo
+from headrace.tracking.console import ConsoleTracker
 
 
 class Clock:

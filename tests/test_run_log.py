@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from headrace.notices import to_console
-from headrace.rundir import log_to_file
+from headrace.tracking.notices import to_console
+from headrace.run.directory import log_to_file
 
 
 def test_each_run_has_a_log_of_its_own(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_warnings_of_ours_and_of_users_are_shown_once_and_all_are_logged(
         for _ in range(2):
             warnings.warn("by the user", stacklevel=1)
             logging.getLogger("mine").warning("logged by the user")
-            logging.getLogger("headrace.engine").warning("ours")
+            logging.getLogger("headrace.engines").warning("ours")
         library.warn("noise")
         handler.close()
     shown, kept = capsys.readouterr().err.splitlines(), (tmp_path / "log.txt").read_text()

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 
 from checkpoints import save_one
-from headrace import resume
+from headrace.config import compatibility as resume
 from headrace.config import RunConfig
 from headrace.errors import ConfigError
-from headrace.rundir import Claim, claim_run_dir, mark_finished
-from headrace.runfile import build_config
+from headrace.run.directory import Claim, claim_run_dir, mark_finished
+from headrace.config.loading import build_config
 
 
 def config(tmp_path: Path, **sections: Any) -> RunConfig:
@@ -242,8 +242,8 @@ def test_the_documentation_lists_every_setting_that_may_change() -> None:
 HOLD = """
 import sys, time
 from pathlib import Path
-from headrace.rundir import claim_run_dir
-from headrace.runfile import build_config
+from headrace.run.directory import claim_run_dir
+from headrace.config.loading import build_config
 with claim_run_dir(build_config({"run": {"dir": sys.argv[1], "name": "try"}})):
     print("held", flush=True)
     time.sleep(60)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.engine.base import SamplingParams
-from headrace.engine.sampling import _inverse_cdf, sample_tokens, uniforms
+from headrace.engines.base import SamplingParams
+from headrace.engines.torch.sampling import _inverse_cdf, sample_tokens, uniforms
 from headrace.errors import ConfigError
 
 

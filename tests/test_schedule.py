@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fakes import examples
 from headrace.config import OptimizerSection
-from headrace.pipeline.schedule import learning_rate, schedule_factor
+from headrace.algorithms.learning_rate import learning_rate, schedule_factor
 
 SCHEDULES = ["constant", "linear", "cosine"]
 optimizers = st.builds(

@@ -18,9 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fakes import examples
-from headrace.agents.completer import Model
-from headrace.callbacks import Callback, Metrics, TrainerHandle
-from headrace.checkpoint import list_checkpoints
+from headrace.rollout.model_client import Model
+from headrace.trainer.callbacks import Callback, Metrics, TrainerHandle
+from headrace.run.checkpoint import list_checkpoints
 from headrace.data.episode import Episode
 from headrace.data.sampler import TaskSampler
 from headrace.data.task import Task

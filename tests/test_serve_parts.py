@@ -14,11 +14,11 @@ from tinker.proto import tinker_public_pb2 as pb
 from tinker.proto.response_conv import deserialize_forward_backward_output
 
 from headrace.errors import CheckpointError, ConfigError
-from headrace.serve.base import LoraShape
-from headrace.serve.futures import Line, Promise, Promises
-from headrace.serve.options import Refusal, ServeOptions
-from headrace.serve.store import CheckpointPath, Store
-from headrace.serve.wire import Outcome, _read_tensor, train_outcome
+from headrace.tinker_server.base import LoraShape
+from headrace.tinker_server.futures import Line, Promise, Promises
+from headrace.tinker_server.options import Refusal, ServeOptions
+from headrace.tinker_server.store import CheckpointPath, Store
+from headrace.tinker_server.wire import Outcome, _read_tensor, train_outcome
 
 SHAPE = LoraShape(4)
 

@@ -22,8 +22,8 @@ from headrace.config import LoraSection, ModelSection
 from headrace.models.causal import CausalModel, build_causal_model
 from headrace.models.load import add_adapters, load_model
 from headrace.models.packed import PackedRows
-from headrace.serve.options import ServeOptions
-from headrace.serve.run import running
+from headrace.tinker_server.options import ServeOptions
+from headrace.tinker_server.run import running
 from tiny import saved_model
 
 KEY = "tml-test"

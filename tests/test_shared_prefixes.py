@@ -20,8 +20,8 @@ from headrace.models.llama import LlamaModel
 from headrace.models.load import load_model
 from headrace.models.logprobs import target_logprobs
 from headrace.models.packed import PackedRows
-from headrace.pipeline.batcher import pack
-from headrace.runfile import build_config
+from headrace.algorithms.batching import pack
+from headrace.config.loading import build_config
 
 FAMILIES = ["llama", "llama_ungrouped_tied", "llama_biases", "qwen2", "qwen3"]
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

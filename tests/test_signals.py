@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from fakes import ROOT
-from headrace.agents.completer import Model
-from headrace.checkpoint import list_checkpoints, step_of
+from headrace.rollout.model_client import Model
+from headrace.run.checkpoint import list_checkpoints, step_of
 from headrace.data.task import Task
-from headrace.interrupts import STOP, on_interrupt
+from headrace.utils.interrupts import STOP, on_interrupt
 from null_backend import scattered
 
 FILE = """

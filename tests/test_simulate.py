@@ -18,10 +18,10 @@ from fakes import examples
 from headrace.config import RunConfig
 from headrace.data.task import Task
 from headrace.errors import ConfigError
-from headrace.pipeline.durations import Duration, durations_of
-from headrace.pipeline.simulate import Simulation, simulate
-from headrace.pipeline.tally import Outcome
-from headrace.runfile import build_config
+from headrace.scheduling.durations import Duration, durations_of
+from headrace.scheduling.simulation.simulator import Simulation, simulate
+from headrace.scheduling.simulation.tally import Outcome
+from headrace.config.loading import build_config
 from null_backend import Null, null_run, some_tasks
 
 POLICIES = ("count", "drop", "wait", "mask", "trust")

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from headrace.cli.main import run
-from headrace.pipeline.grid import grid_points, simulate_grid
-from headrace.pipeline.simulate import simulate
+from headrace.scheduling.simulation.grid import grid_points, simulate_grid
+from headrace.scheduling.simulation.simulator import simulate
 from test_simulate import small
 
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from fakes import examples
 from headrace.data.sample import NO_VERSION, Sample
-from headrace.metrics import MetricsAggregator
-from headrace.pipeline.staleness import Count, Drop, Mask, StalenessPolicy, Trust, Wait, oldest_version
+from headrace.tracking.metrics import MetricsAggregator
+from headrace.scheduling.staleness import Count, Drop, Mask, StalenessPolicy, Trust, Wait, oldest_version
 from headrace.registry import names, resolve
 
 NOW = 9

@@ -5,9 +5,9 @@ from __future__ import annotations
 from fakes import episode, step
 from headrace.config import RunConfig
 from headrace.data.episode import Episode, Step, Trajectory
-from headrace.pipeline.batcher import to_samples
-from headrace.pipeline.buffer import FinishedGroup, TrajectoryGroupBuffer
-from headrace.pipeline.stats import batch_metrics
+from headrace.algorithms.batching import to_samples
+from headrace.scheduling.buffer import FinishedGroup, TrajectoryGroupBuffer
+from headrace.scheduling.batch_metrics import batch_metrics
 
 
 def metrics(*episodes: Episode) -> dict[str, float]:

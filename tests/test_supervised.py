@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from contracts.backend_contract import IMITATE
-from headrace.agents.chat import ChatTemplate
+from headrace.rollout.chat import ChatTemplate
 from headrace.cli.main import run as run_command
 from headrace.errors import ConfigError
-from headrace.objectives import AdvantageObjective
-from headrace.runfile import build_config
+from headrace.algorithms.objectives import AdvantageObjective
+from headrace.config.loading import build_config
 from watched import (
     FLOAT64,
     WatchedBackend,

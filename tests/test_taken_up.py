@@ -12,15 +12,15 @@ import pytest
 
 from crash_scenarios import RememberingNull
 from fakes import FakeEngine, char_chat, random_word
-from headrace.agents.completer import Model
-from headrace.agents.loop import AgentLoopManager, Limits, RolloutSpec
-from headrace.callbacks import Callback, Metrics
+from headrace.rollout.model_client import Model
+from headrace.rollout.manager import AgentLoopManager, Limits, RolloutSpec
+from headrace.trainer.callbacks import Callback, Metrics
 from headrace.data.episode import Episode
-from headrace.data.ledger import Ledger, LedgerReader
+from headrace.ledger import Ledger, LedgerReader
 from headrace.data.task import Task
-from headrace.engine.base import SamplingParams
+from headrace.engines.base import SamplingParams
 from headrace.errors import EngineError
-from headrace.journal import RunJournal
+from headrace.run.journal import RunJournal
 from headrace.judge.base import Judger, Verdict
 from null_backend import null_run, some_tasks
 

@@ -13,8 +13,8 @@ from headrace.backends.tinker.backend import TinkerBackend, read_state
 from headrace.config import AlgorithmSection
 from headrace.data.episode import Step
 from headrace.errors import BackendError, ConfigError, DataError
-from headrace.pipeline.batcher import grad_scale, pack
-from headrace.runfile import build_config
+from headrace.algorithms.batching import grad_scale, pack
+from headrace.config.loading import build_config
 
 VOCABULARY = 511
 

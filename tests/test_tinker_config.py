@@ -16,8 +16,8 @@ from headrace.backends.tinker.service import connect
 from headrace.config import AlgorithmSection, TinkerSection
 from headrace.errors import ConfigError, DataError, MissingExtraError
 from headrace.models.load import load_tokenizer
-from headrace.pipeline.batcher import grad_scale, pack
-from headrace.runfile import build_config
+from headrace.algorithms.batching import grad_scale, pack
+from headrace.config.loading import build_config
 
 
 @pytest.mark.parametrize(

@@ -22,10 +22,10 @@ from headrace.backends.tinker.engine import TinkerEngine
 from headrace.backends.tinker.rows import returned_logprobs, wide_datum
 from headrace.backends.tinker.service import blocking
 from headrace.data.sample import Sample
-from headrace.engine.base import SamplingParams
+from headrace.engines.base import SamplingParams
 from headrace.errors import EngineError
-from headrace.pipeline.batcher import grad_scale, pack
-from headrace.runfile import build_config
+from headrace.algorithms.batching import grad_scale, pack
+from headrace.config.loading import build_config
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from tinker_equality import tinker_server
 
 from fakes import ROOT
 from headrace.cli.main import run as run_command
-from headrace.data.ledger import LedgerReader
+from headrace.ledger import LedgerReader
 
 SMALL = [
     "--trainer.batch_size=2", "--rollout.max_tokens=8", "--rollout.group_size=2", "--eval.before=false",

@@ -12,13 +12,13 @@ from typing import Any, Literal
 import pytest
 
 from fakes import CharTokenizer, FakeEngine, char_chat
-from headrace.agents.completer import Model
-from headrace.agents.loop import AgentLoopManager, Limits, RolloutSpec, close_all
-from headrace.agents.tools import Tool, ToolAgent, answer_calls, as_text, as_tools, tool
-from headrace.agents.workflow import as_run_function
+from headrace.rollout.model_client import Model
+from headrace.rollout.manager import AgentLoopManager, Limits, RolloutSpec, close_all
+from headrace.rollout.tools import Tool, ToolAgent, answer_calls, as_text, as_tools, tool
+from headrace.rollout.workflow import as_run_function
 from headrace.data.episode import Episode, TerminationReason
 from headrace.data.task import Task
-from headrace.engine.base import SamplingParams
+from headrace.engines.base import SamplingParams
 from headrace.errors import ConfigError, InfrastructureError
 from headrace.judge.base import FunctionJudger
 
@@ -131,7 +131,7 @@ async def test_too_many_turns_end_the_episode_with_that_reason() -> None:
 
 
 async def test_a_budget_of_tool_calls_ends_the_episode() -> None:
-    from headrace.agents.budget import Budget
+    from headrace.rollout.budget import Budget
 
     episode = await played(*[call("add", a=1)] * 3, "3", limits=Limits(budget=Budget(tool_calls=2)))
     assert (episode.termination, len(episode.trajectories[0].steps)) == ("tools", 3)

@@ -14,11 +14,11 @@ import torch
 import tiny
 from contracts.engine_contract import EngineContract
 from contracts.engine_harness import soon, submitted, under_way
-from headrace.engine.base import EvaluationView, Generation, SamplingParams
-from headrace.engine.torch_engine import TorchEngine
+from headrace.engines.base import EvaluationView, Generation, SamplingParams
+from headrace.engines.torch.engine import TorchEngine
 from headrace.errors import ConfigError, EngineError
 from headrace.models.causal import Draws, build_causal_model
-from headrace.models.fingerprint import fingerprint
+from headrace.weights.digest import fingerprint
 from headrace.models.logprobs import target_logprobs
 from headrace.models.packed import PackedRows
 from pace import slowed

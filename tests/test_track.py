@@ -14,10 +14,10 @@ import pytest
 from rich.console import Console
 
 from headrace.errors import ConfigError
-from headrace.track.base import RunInfo, Tracker, TrackerSet, eval_sets
-from headrace.track.console import ConsoleTracker
-from headrace.track.jsonl import JsonlTracker
-from headrace.track.tensorboard import TensorBoardTracker
+from headrace.tracking.base import RunInfo, Tracker, TrackerSet, eval_sets
+from headrace.tracking.console import ConsoleTracker
+from headrace.tracking.jsonl import JsonlTracker
+from headrace.tracking.tensorboard import TensorBoardTracker
 
 STEP = {
     "reward/mean": 0.412,
@@ -309,7 +309,7 @@ def test_the_terminal_is_restored_when_drawing_fails(tmp_path: Path) -> None:
 
 
 def draw(run_dir: Path, rows: list[str]) -> Path | None:
-    plot = pytest.importorskip("headrace.track.plot", exc_type=ImportError)
+    plot = pytest.importorskip("headrace.tracking.plot", exc_type=ImportError)
     (run_dir / "metrics.jsonl").write_text("\n".join(rows))
     return plot.draw_curves(run_dir)
 
@@ -332,18 +332,18 @@ def test_nothing_to_draw_draws_nothing(tmp_path: Path, rows: list[str]) -> None:
 
 
 def test_no_metrics_file_draws_nothing(tmp_path: Path) -> None:
-    plot = pytest.importorskip("headrace.track.plot", exc_type=ImportError)
+    plot = pytest.importorskip("headrace.tracking.plot", exc_type=ImportError)
     assert plot.draw_curves(tmp_path) is None
 
 
 def test_a_repeated_step_counts_as_it_was_last_and_a_torn_line_not_at_all(tmp_path: Path) -> None:
-    plot = pytest.importorskip("headrace.track.plot", exc_type=ImportError)
+    plot = pytest.importorskip("headrace.tracking.plot", exc_type=ImportError)
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 2, "a": 1.0}\n{"step": 1, "a": 0.5}\n{"step": 2, "a": 3.0, "b": null}\n{"step": 3, "a')
     assert plot.read_rows(path) == {1: {"a": 0.5}, 2: {"a": 3.0}}
 
 
 def test_smoothing_keeps_a_constant_and_the_length(tmp_path: Path) -> None:
-    plot = pytest.importorskip("headrace.track.plot", exc_type=ImportError)
+    plot = pytest.importorskip("headrace.tracking.plot", exc_type=ImportError)
     assert plot.smooth([2.0] * 7, 3) == [2.0] * 7
     assert plot.smooth([0.0, 3.0, 6.0], 3) == [1.5, 3.0, 4.5]

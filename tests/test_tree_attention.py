@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace.models import native
+from headrace.models.kernels import cpu as native
 from headrace.models.packed import PackedRows
 from headrace.models.tree_attention import tree_attention
 

@@ -5,21 +5,21 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from headrace.openmp import wait_briefly
+from headrace.utils.openmp import wait_briefly
 
 if TYPE_CHECKING:
-    from headrace.advantage.estimators import GroupRewards
-    from headrace.agents.completer import Model
-    from headrace.agents.environment import Environment
-    from headrace.agents.gateway import model_session
-    from headrace.agents.tools import Tool, tool
-    from headrace.agents.workflow import Workflow, self_distill
-    from headrace.callbacks import Callback
+    from headrace.algorithms.advantages.estimators import GroupRewards
+    from headrace.rollout.model_client import Model
+    from headrace.rollout.environment import Environment
+    from headrace.rollout.gateway import model_session
+    from headrace.rollout.tools import Tool, tool
+    from headrace.rollout.workflow import Workflow, self_distill
+    from headrace.trainer.callbacks import Callback
     from headrace.config import AlgorithmSection, RunConfig
     from headrace.data.episode import Episode, ModelOutput, Step, TerminationReason, Trajectory, TrajectoryGroup
     from headrace.data.sample import Sample, TrainBatch
     from headrace.data.task import Message, Task, load_tasks
-    from headrace.engine.base import SamplingParams
+    from headrace.engines.base import SamplingParams
     from headrace.errors import (
         BudgetExceededError,
         ConfigError,
@@ -31,49 +31,49 @@ if TYPE_CHECKING:
     )
     from headrace.judge.base import Judger, Verdict
     from headrace.registry import register
-    from headrace.runfile import build_config, load_config
-    from headrace.trainer import RunResult, UnifiedTrainer
+    from headrace.config.loading import build_config, load_config
+    from headrace.trainer.trainer import RunResult, UnifiedTrainer
 
 __version__ = "0.1.0"
 
 _HOME = {
     "AlgorithmSection": "headrace.config",
     "BudgetExceededError": "headrace.errors",
-    "Callback": "headrace.callbacks",
+    "Callback": "headrace.trainer.callbacks",
     "ConfigError": "headrace.errors",
     "DataError": "headrace.errors",
-    "Environment": "headrace.agents.environment",
+    "Environment": "headrace.rollout.environment",
     "Episode": "headrace.data.episode",
-    "GroupRewards": "headrace.advantage.estimators",
+    "GroupRewards": "headrace.algorithms.advantages.estimators",
     "HeadraceError": "headrace.errors",
     "InfrastructureError": "headrace.errors",
     "Judger": "headrace.judge.base",
     "Message": "headrace.data.task",
-    "Model": "headrace.agents.completer",
+    "Model": "headrace.rollout.model_client",
     "ModelOutput": "headrace.data.episode",
     "PromptTooLongError": "headrace.errors",
     "RunConfig": "headrace.config",
-    "RunResult": "headrace.trainer",
+    "RunResult": "headrace.trainer.trainer",
     "Sample": "headrace.data.sample",
-    "SamplingParams": "headrace.engine.base",
+    "SamplingParams": "headrace.engines.base",
     "Step": "headrace.data.episode",
     "Task": "headrace.data.task",
     "TerminationReason": "headrace.data.episode",
-    "Tool": "headrace.agents.tools",
+    "Tool": "headrace.rollout.tools",
     "TrainBatch": "headrace.data.sample",
     "Trajectory": "headrace.data.episode",
     "TrajectoryGroup": "headrace.data.episode",
-    "UnifiedTrainer": "headrace.trainer",
+    "UnifiedTrainer": "headrace.trainer.trainer",
     "Verdict": "headrace.judge.base",
-    "Workflow": "headrace.agents.workflow",
+    "Workflow": "headrace.rollout.workflow",
     "WorkflowError": "headrace.errors",
-    "build_config": "headrace.runfile",
-    "load_config": "headrace.runfile",
+    "build_config": "headrace.config.loading",
+    "load_config": "headrace.config.loading",
     "load_tasks": "headrace.data.task",
-    "model_session": "headrace.agents.gateway",
+    "model_session": "headrace.rollout.gateway",
     "register": "headrace.registry",
-    "self_distill": "headrace.agents.workflow",
-    "tool": "headrace.agents.tools",
+    "self_distill": "headrace.rollout.workflow",
+    "tool": "headrace.rollout.tools",
 }
 
 __all__ = [

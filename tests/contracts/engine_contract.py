@@ -15,7 +15,7 @@ import pytest
 from contracts.engine_harness import Start, soon, submitted, under_way
 from contracts.engine_sampling import SamplingContract
 from contracts.engine_weights import WeightsContract
-from headrace.engine.base import SamplingParams
+from headrace.engines.base import SamplingParams
 from headrace.errors import DataError, EngineError
 
 

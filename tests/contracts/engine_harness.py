@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from headrace.engine.base import Generation, RolloutEngine, SamplingParams
+from headrace.engines.base import Generation, RolloutEngine, SamplingParams
 
 T = TypeVar("T")
 Start = Callable[..., RolloutEngine]

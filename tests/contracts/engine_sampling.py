@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from contracts.engine_harness import EngineHarness, Start, assert_fits, sampling_logprobs, soon
-from headrace.engine.base import SamplingParams
+from headrace.engines.base import SamplingParams
 from headrace.errors import DataError, PromptTooLongError
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from contracts.engine_harness import EngineHarness, Start, soon, submitted, under_way, until
-from headrace.engine.base import EvaluationView, Generation, RolloutEngine, SamplingParams
+from headrace.engines.base import EvaluationView, Generation, RolloutEngine, SamplingParams
 from headrace.errors import EngineError
 
 

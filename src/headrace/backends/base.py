@@ -12,9 +12,9 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from headrace.config import AlgorithmSection, RunConfig
 from headrace.data.episode import Step
 from headrace.data.sample import TrainBatch
-from headrace.engine.base import RolloutEngine
+from headrace.engines.base import RolloutEngine
 from headrace.errors import ConfigError, PublicationError
-from headrace.metrics import MetricsAggregator
+from headrace.tracking.metrics import MetricsAggregator
 
 Asked = Literal["policy", "reference"]
 

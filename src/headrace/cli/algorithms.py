@@ -18,8 +18,8 @@ def algorithms() -> None:
     """List every estimator, loss, correction and filter, and which backends support it."""
     from rich.table import Table
 
-    from headrace import capabilities
-    from headrace.terminal import Console
+    from headrace.algorithms import overview as capabilities
+    from headrace.tracking.terminal import Console
 
     console = Console()
     for kind, entries in groupby(capabilities.algorithms(), key=lambda entry: entry.kind):

@@ -29,9 +29,9 @@ def compare(
     a paired bootstrap over tasks; on how many tasks the second is better, worse
     and the same; and the exact sign test of that.
     """
-    from headrace.compare import compare as compare_results
-    from headrace.evaluation_file import read_evaluation
-    from headrace.evaluation_report import comparison_table, show
+    from headrace.evaluation.compare import compare as compare_results
+    from headrace.evaluation.results_file import read_evaluation
+    from headrace.evaluation.report import comparison_table, show
 
     one, other = read_evaluation(first), read_evaluation(second)
     found = compare_results(one, other, common)

@@ -38,7 +38,7 @@ def inspect(
     mixture is drawn, what evaluation sets share with training, and lengths in
     tokens of the run's model. Settings can be given as `--section.key value`.
     """
-    from headrace.terminal import working
+    from headrace.tracking.terminal import working
 
     if source.endswith(".toml"):
         if given := [name for name, value in (("args", args), ("columns", columns), ("template", template)) if value]:
@@ -55,13 +55,13 @@ def inspect(
 
         print(dumps(report.to_dict(), ensure_ascii=False, indent=2))
         return
-    from headrace.terminal import Console
+    from headrace.tracking.terminal import Console
 
     _show(Console(highlight=False), report, notes)
 
 
 def _of_source(source: str, args: str | None, columns: str | None, template: str | None) -> Report:
-    from headrace.runfile import build_config
+    from headrace.config.loading import build_config
 
     values: dict[str, Any] = {"tasks": source, "args": _table("--args", args), "columns": _table("--columns", columns)}
     config = build_config({"data": {**values, "template": template, "on_bad_row": "skip"}}, where=source)
@@ -91,7 +91,7 @@ def _of_run(file: str, overrides: tuple[str, ...]) -> tuple[Report, list[str]]:
 
 def _token_length(config: RunConfig) -> tuple[Length | None, str]:
     """How many tokens a prompt has for the run's model; or why that is not known."""
-    from headrace.agents.chat import ChatTemplate
+    from headrace.rollout.chat import ChatTemplate
     from headrace.errors import HeadraceError
     from headrace.registry import load_object
 

@@ -42,7 +42,7 @@ def doctor() -> int:
     from rich.table import Table
     from rich.text import Text
 
-    from headrace.terminal import Console
+    from headrace.tracking.terminal import Console
 
     torch, torch_problem = _import_torch()
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
@@ -79,7 +79,7 @@ def _tensor_library(torch: Any, problem: str) -> Iterator[Row]:
         yield "GPU", ", ".join(names)
     else:
         yield "GPU", "none seen; runs use the CPU"
-    there = importlib.import_module("headrace.models.native").kernels() is not None
+    there = importlib.import_module("headrace.models.kernels.cpu").kernels() is not None
     why = "HEADRACE_NATIVE is 0" if os.environ.get("HEADRACE_NATIVE") == "0" else "they need a C compiler"
     yield "native kernels", "there" if there else f"none ({why}); torch's operations are used"
 

@@ -56,7 +56,7 @@ def evaluate(
         raise ConfigError(f"--trust is for the folder of a run, and {target} is none; leave it out")
     else:
         config = read_run(target, overrides, *_OPTIONS)
-    from headrace.afterwards import Outputs, Remote, evaluate_run
+    from headrace.evaluation.evaluate import Outputs, Remote, evaluate_run
 
     remote = Remote(url, model, api_key_env) if url is not None and model is not None else None
     evaluate_run(config, checkpoint, remote, Outputs(json, plot, episodes))
@@ -74,9 +74,9 @@ def _refuse_contradictions(checkpoint: Path | None, model: str | None, url: str 
 
 
 def _config_of_run(folder: Path, overrides: tuple[str, ...], trust: bool) -> RunConfig:
-    from headrace.afterwards import run_of
-    from headrace.rundir import stored_config
-    from headrace.runfile import build_config
+    from headrace.evaluation.evaluate import run_of
+    from headrace.run.directory import stored_config
+    from headrace.config.loading import build_config
 
     run = run_of(folder)
     stored = stored_config(run)
@@ -94,7 +94,7 @@ def export(
     trust: Trust = False,
 ) -> None:
     """Write a trained model as an ordinary folder in Hugging Face format; adapters are merged in."""
-    from headrace.afterwards import export_run, run_of
+    from headrace.evaluation.evaluate import export_run, run_of
 
     require_trust(run_of(run), trust)
     print(f"wrote {export_run(run, out)}")

@@ -43,7 +43,7 @@ def print_section(name: str) -> None:
 
     from headrace.errors import ConfigError
     from headrace.registry import nearest
-    from headrace.terminal import Console
+    from headrace.tracking.terminal import Console
 
     known = list(_sections())
     found = [one for one in known if name in ("all", one[0]) or one[0].startswith(f"{name}.")]
@@ -62,7 +62,7 @@ def print_section(name: str) -> None:
 def _sections() -> Iterator[tuple[str, str, type[BaseModel]]]:
     """Title, summary and class of every section, with a section of its own for a table of named sections."""
     from headrace.config import RunConfig
-    from headrace.runfile import field_paths
+    from headrace.config.loading import field_paths
 
     for name, field in RunConfig.model_fields.items():
         model = field.annotation
@@ -78,7 +78,7 @@ def _section_table(model: type[BaseModel], left: int) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    from headrace.runfile import field_paths
+    from headrace.config.loading import field_paths
 
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0), expand=True)
     table.add_column(width=left, overflow="fold")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from headrace.data.ledger import Account, LedgerReader, ProcessRecord
+    from headrace.ledger import Account, LedgerReader, ProcessRecord
 
 _ENDINGS = ("dispatched", "trained", "filtered", "failed", "stale", "pending")
 
@@ -43,13 +43,13 @@ def ledger(
     if export is None and (kind or steps):
         raise ConfigError(f"{'--kind' if kind else '--steps'} says what to export; add --export FILE.jsonl")
     bounds = _bounds(steps or ":", kind or "train")
-    from headrace.data.ledger import LedgerReader
+    from headrace.ledger import LedgerReader
 
     with LedgerReader.read(run) as reader:
         if export is None:
             _show(reader)
             return
-        from headrace.data.ledger.export import export_episodes
+        from headrace.ledger.export import export_episodes
 
         count = export_episodes(reader, export, kind or "train", *bounds)
         print(f"wrote {count} episodes to {export}")
@@ -65,7 +65,7 @@ def _bounds(steps: str, kind: str) -> tuple[int, int | None]:
 
 
 def _show(reader: LedgerReader) -> None:
-    from headrace.terminal import Console
+    from headrace.tracking.terminal import Console
 
     console = Console(highlight=False)
     with reader.snapshot():  # or the tables would be of different moments of a run that goes on

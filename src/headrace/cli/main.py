@@ -29,7 +29,7 @@ from headrace.cli.simulate import simulate
 from headrace.cli.train import SFT_USAGE, sft, train
 from headrace.cli.train import USAGE as TRAIN_USAGE
 from headrace.errors import HeadraceError
-from headrace.interrupts import INTERRUPTED, leave, own_process
+from headrace.utils.interrupts import INTERRUPTED, leave, own_process
 
 USER_ERROR = 2
 READER_GONE = 141  # what a shell gives for a program that SIGPIPE ended
@@ -70,7 +70,7 @@ app.command(serve_app)
 def main() -> None:
     """Entry point of the `headrace` script."""
     own_process()
-    from headrace.notices import to_console
+    from headrace.tracking.notices import to_console
 
     to_console()
     words = sys.argv[1:]
@@ -78,7 +78,7 @@ def main() -> None:
         # a name that is not UTF-8, or a terminal that is not, must not fail what is printed
         getattr(stream, "reconfigure", lambda **_: None)(errors="backslashreplace")
     if not words or {"-h", "--help"} & {*words}:
-        from headrace.terminal import Console
+        from headrace.tracking.terminal import Console
 
         app.console = Console(markup=True)
     leave(run(words))

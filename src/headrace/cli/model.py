@@ -16,7 +16,7 @@ def list_models() -> None:
     from rich.text import Text
 
     from headrace.models.catalog import CATALOG
-    from headrace.terminal import Console
+    from headrace.tracking.terminal import Console
 
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 1, 0))
     table.add_column(style="cyan", no_wrap=True)
@@ -35,7 +35,7 @@ def list_models() -> None:
 def get(name: Annotated[str, Parameter(help="A name from `headrace model list`.")]) -> None:
     """Fetch a model into the cache, or say that it is there."""
     from headrace.models.catalog import get_model
-    from headrace.terminal import working
+    from headrace.tracking.terminal import working
 
     with working(f"getting {name}") as doing:
 

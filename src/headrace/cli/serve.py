@@ -42,11 +42,11 @@ def tinker(
     """Speak the Tinker API over the local engine and learner; needs the extra serve."""
     from headrace.registry import load_object
 
-    options = load_object("headrace.serve.options:ServeOptions")(
+    options = load_object("headrace.tinker_server.options:ServeOptions")(
         model=model, name=name, host=host, port=port, api_key=api_key, folder=dir, dtype=dtype, threads=threads,
         rank_limit=rank_limit, max_models=max_models, max_samplers=max_samplers, max_batch=max_batch,
         max_model_length=max_model_length, micro_batch_tokens=micro_batch_tokens, session_timeout_s=session_timeout_s,
         max_sessions=max_sessions, public_host=public_host, order_wait_s=order_wait_s, results_mb=results_mb,
         max_body_mb=max_body_mb,
     )  # fmt: skip
-    load_object("headrace.serve.run:serve_tinker")(options, partial(print, flush=True))
+    load_object("headrace.tinker_server.run:serve_tinker")(options, partial(print, flush=True))

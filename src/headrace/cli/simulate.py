@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from headrace.pipeline.grid import GridPoint, Simulated
+    from headrace.scheduling.simulation.grid import GridPoint, Simulated
 
 USAGE = "Usage: headrace simulate FILE.toml [--section.key value ...] [OPTIONS]"
 
@@ -61,8 +61,8 @@ def simulate(
     """
     config = read_run(file, overrides, "--chart", "--json")
     from headrace.errors import ConfigError, boundary
-    from headrace.pipeline.grid import grid_points
-    from headrace.terminal import Console
+    from headrace.scheduling.simulation.grid import grid_points
+    from headrace.tracking.terminal import Console
 
     points = grid_points(config)
     _check_chart(chart)
@@ -80,8 +80,8 @@ def simulate(
 
 def _with_progress(points: list[GridPoint]) -> list[Simulated]:
     """Simulate all, with a sign of life."""
-    from headrace.pipeline.grid import simulate_grid
-    from headrace.terminal import working
+    from headrace.scheduling.simulation.grid import simulate_grid
+    from headrace.tracking.terminal import working
 
     done: list[Simulated] = []
     with working(lambda: f"simulating schedule {len(done) + 1} of {len(points)}"):
@@ -167,7 +167,7 @@ def _check_chart(path: Path | None) -> None:
     from headrace.errors import ConfigError
     from headrace.registry import load_object
 
-    load_object("headrace.track.simulation_plot:draw_simulations")
+    load_object("headrace.tracking.simulation_plot:draw_simulations")
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise ConfigError(f"--chart must end in .png, .svg or .pdf, got {path}")
 
@@ -175,11 +175,11 @@ def _check_chart(path: Path | None) -> None:
 def _draw(done: Sequence[Simulated], path: Path) -> Path:
     from headrace.registry import load_object
 
-    bar = load_object("headrace.track.simulation_plot:Bar")
+    bar = load_object("headrace.tracking.simulation_plot:Bar")
     bars = [
         bar(item.point.label or "as it is", figures.learner_busy, figures.generation_busy, figures.groups_per_s,
             figures.ages)
         for item in done
         for figures in [item.outcome]
     ]  # fmt: skip
-    return load_object("headrace.track.simulation_plot:draw_simulations")(bars, path)
+    return load_object("headrace.tracking.simulation_plot:draw_simulations")(bars, path)

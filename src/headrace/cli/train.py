@@ -78,19 +78,19 @@ def sft(
 def _run(config: RunConfig, dry_run: bool) -> int:
     if dry_run:
         from headrace.cli.show import to_toml
-        from headrace.names import check_names
+        from headrace.config.names import check_names
 
         check_names(config)
         print(f"# run directory: {config.run.dir / config.run.name}\n\n{to_toml(config)}")
         return 0
-    from headrace.trainer import UnifiedTrainer
+    from headrace.trainer.trainer import UnifiedTrainer
 
     return 130 if UnifiedTrainer(config).fit().interrupted else 0
 
 
 def read_run(file: str, overrides: tuple[str, ...], *options: str, run_dir: Path | None = None) -> RunConfig:
     """The run file with what the command line says laid over it; `options` are the command's own, for suggestions."""
-    from headrace.runfile import load_config
+    from headrace.config.loading import load_config
 
     _refuse_unknown([file, *overrides], options)
     if file.startswith("-"):
@@ -100,8 +100,8 @@ def read_run(file: str, overrides: tuple[str, ...], *options: str, run_dir: Path
 
 def _read_resumed(run: Path, words: Sequence[str], run_dir: Path | None) -> RunConfig:
     """The configuration of a run, to go on in its own folder, with what the command line says laid over it."""
-    from headrace.rundir import stored_config
-    from headrace.runfile import build_config, parse_overrides
+    from headrace.run.directory import stored_config
+    from headrace.config.loading import build_config, parse_overrides
 
     if run_dir is not None:
         raise ConfigError(f"--resume goes on in {run}, so --run-dir {run_dir} does nothing; leave it out")

@@ -12,7 +12,7 @@ from headrace.data.episode import Episode, is_number
 from headrace.data.task import Task
 from headrace.errors import ConfigError, EngineError, LedgerError, PromptTooLongError, WorkflowError
 from headrace.registry import call_with, require_parameters
-from headrace.threads import call_anyhow
+from headrace.utils.threads import call_anyhow
 
 
 class JudgeError(WorkflowError):

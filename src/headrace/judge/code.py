@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from headrace.data.episode import Episode
 from headrace.data.task import Task
-from headrace.deadline import own_limits
+from headrace.utils.deadline import own_limits
 from headrace.errors import ConfigError, DataError
 from headrace.judge.asserts import Asserts, read_asserts
 from headrace.judge.base import Judger, Verdict

@@ -11,7 +11,7 @@ from headrace.data.task import Task
 from headrace.errors import ConfigError
 from headrace.judge.base import Judger, Verdict, as_judger
 from headrace.registry import resolve
-from headrace.threads import call_anyhow
+from headrace.utils.threads import call_anyhow
 
 
 def make_judger(given: Any, where: str) -> Judger:

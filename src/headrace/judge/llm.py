@@ -15,7 +15,7 @@ from typing import Any, Literal
 from headrace.data.episode import Episode
 from headrace.data.seeds import derive_seed
 from headrace.data.task import Message, Task
-from headrace.engine.base import SamplingParams
+from headrace.engines.base import SamplingParams
 from headrace.errors import ConfigError, RefusedError, WorkflowError
 from headrace.judge.base import Judger, Verdict
 from headrace.registry import load_object
@@ -79,7 +79,7 @@ class LLMJudger(Judger):
         self._client: Any = None
         self._ask: Ask | None = None
         if url != POLICY:
-            new_client = load_object("headrace.engine.openai:OpenAIClient")
+            new_client = load_object("headrace.engines.openai:OpenAIClient")
             self._client = new_client(url, model, api_key_env, timeout_s=timeout_s, max_concurrent=max_concurrent)
             self._ask = self._ask_url
 

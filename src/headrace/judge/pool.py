@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from headrace.child_environment import child_environment
+from headrace.utils.child_environment import child_environment
 from headrace.errors import ConfigError, InfrastructureError
 
 _START_S = 120.0  # a worker imports its package first, on a machine that may be busy

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from headrace.data.episode import Episode
-from headrace.data.ledger.export import plain
+from headrace.ledger.export import plain
 from headrace.data.task import Task
 from headrace.errors import RefusedError, WorkflowError
 from headrace.judge.base import Judger, Verdict
@@ -34,7 +34,7 @@ class RemoteJudger(Judger):
     ) -> None:
         self._url = url
         self._tokens = tokens
-        self._http: Any = load_object("headrace.engine.http:HttpJson")(api_key_env, timeout_s, retries, max_concurrent)
+        self._http: Any = load_object("headrace.engines.http:HttpJson")(api_key_env, timeout_s, retries, max_concurrent)
 
     async def judge(self, task: Task, episode: Episode) -> Verdict:
         """Ask."""

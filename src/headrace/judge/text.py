@@ -18,7 +18,7 @@ from headrace.errors import ConfigError, DataError
 from headrace.judge.base import Judger, Verdict
 from headrace.judge.extract import LONGEST_TEXT, check_where, expected, marked
 from headrace.judge.pool import WorkerCrashError, WorkerFailedError, WorkerPool, WorkerTimeoutError
-from headrace.threads import call_anyhow
+from headrace.utils.threads import call_anyhow
 
 
 class TextJudger(Judger):

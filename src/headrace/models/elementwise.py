@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.models.linear import add_gradient
-from headrace.models.native import kernels_for
+from headrace.models.kernels.cpu import kernels_for
 
 
 def normed(x_ND: Tensor, norm: Any) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headrace.models.native import LEAST_OUTPUTS, kernels_for
+from headrace.models.kernels.cpu import LEAST_OUTPUTS, kernels_for
 
 _FEW = 128  # rows up to which the native product is faster
 

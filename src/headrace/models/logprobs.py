@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from headrace.models import whole
+from headrace.models import decoder_layer as whole
 from headrace.models.causal import CausalModel
 
 

@@ -14,7 +14,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from headrace.models.elementwise import turn_
-from headrace.models.native import attention as native_attention
+from headrace.models.kernels.cpu import attention as native_attention
 from headrace.models.packed import PackedRows, Stem
 
 Angles = tuple[Tensor, Tensor]

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from headrace.config import RunConfig
-from headrace.engine.base import SamplingParams
-from headrace.engine.process import ProcessEngine
-from headrace.engine.torch_engine import TorchEngine, usable_length
-from headrace.engine.wire import EngineOptions
+from headrace.engines.base import SamplingParams
+from headrace.engines.process.engine import ProcessEngine
+from headrace.engines.torch.engine import TorchEngine, usable_length
+from headrace.engines.process.wire import EngineOptions
 from headrace.errors import ConfigError
 from headrace.models.causal import CausalModel
-from headrace.tensor_threads import TensorThread
+from headrace.utils.tensor_threads import TensorThread
 
 LocalEngine = TorchEngine | ProcessEngine
 DETERMINISTIC_THREADS = 2

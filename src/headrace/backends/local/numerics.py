@@ -10,7 +10,7 @@ import torch
 
 from headrace.backends.local.engines import learner_threads
 from headrace.config import RunConfig
-from headrace.models.native import kernels
+from headrace.models.kernels.cpu import kernels
 
 _SETTINGS = ("ATEN_CPU_CAPABILITY", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA")
 """Variables of the environment that choose instructions."""

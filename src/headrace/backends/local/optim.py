@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headrace.config import OptimizerSection
 from headrace.errors import BackendError, DivergedError
-from headrace.metrics import MetricsAggregator, Reducer
+from headrace.tracking.metrics import MetricsAggregator, Reducer
 
 
 def new_adamw(parameters: Sequence[Tensor], section: OptimizerSection) -> torch.optim.AdamW:

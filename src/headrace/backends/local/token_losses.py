@@ -11,12 +11,12 @@ from torch import Tensor
 
 from headrace.backends.base import offending_samples
 from headrace.backends.local.tokens import TokenTensors
-from headrace.backends.losses import REJECTING, Figures, Loss, LossContext, correction_weights, kl_penalty
+from headrace.algorithms.losses import REJECTING, Figures, Loss, LossContext, correction_weights, kl_penalty
 from headrace.config import AlgorithmSection, RunConfig
 from headrace.config.conditions import chosen
 from headrace.data.sample import NO_VERSION, Sample, TrainBatch
 from headrace.errors import BackendError, DataError, DivergedError
-from headrace.metrics import MetricsAggregator, Reducer
+from headrace.tracking.metrics import MetricsAggregator, Reducer
 from headrace.registry import resolve
 
 _NEED_NO_SAMPLER = ("cross_entropy", "reinforce", "dpo")

@@ -46,9 +46,9 @@ from headrace.config import AlgorithmSection, RunConfig
 from headrace.data.episode import Step
 from headrace.data.packing import cut_by_tokens
 from headrace.data.sample import Sample, TrainBatch
-from headrace.engine.base import SamplingParams
+from headrace.engines.base import SamplingParams
 from headrace.errors import BackendError, ConfigError, DataError, DivergedError, boundary
-from headrace.metrics import MetricsAggregator, Reducer
+from headrace.tracking.metrics import MetricsAggregator, Reducer
 from headrace.models.load import load_tokenizer
 
 log = logging.getLogger("headrace")

@@ -23,8 +23,8 @@ from headrace.backends.tinker.rows import model_input, without_first
 from headrace.backends.tinker.service import calling
 from headrace.data.episode import FinishReason
 from headrace.data.seeds import derive_seed
-from headrace.engine.base import DEFAULT_SAMPLING, EngineHealth, Generation, SamplingParams
-from headrace.engine.request import Detokenize, Request, checked_ids, settle
+from headrace.engines.base import DEFAULT_SAMPLING, EngineHealth, Generation, SamplingParams
+from headrace.engines.request import Detokenize, Request, checked_ids, settle
 from headrace.errors import DataError, EngineError
 
 

@@ -21,7 +21,7 @@ from headrace.backends.tinker.rows import datum, wide_datum
 from headrace.config import AlgorithmSection
 from headrace.data.sample import Sample, TrainBatch
 from headrace.errors import BackendError
-from headrace.metrics import MetricsAggregator
+from headrace.tracking.metrics import MetricsAggregator
 
 
 @dataclass(frozen=True, slots=True)

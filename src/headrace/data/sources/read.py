@@ -10,7 +10,7 @@ from typing import Any
 
 from headrace.errors import ConfigError, DataError, HeadraceError
 from headrace.registry import call_with, names, resolve
-from headrace.usercode import is_interrupt, where_it_failed
+from headrace.utils.usercode import is_interrupt, where_it_failed
 
 GENERATED, HUB = "reasoning_gym:", "hf:"
 _SAVED = ("dataset_info.json", "dataset_dict.json")  # what `save_to_disk` leaves in its folder

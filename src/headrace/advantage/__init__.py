@@ -1,1 +1,0 @@
-"""From rewards to advantages: one small function per estimator."""

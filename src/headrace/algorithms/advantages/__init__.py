@@ -1,0 +1,1 @@
+"""Advantages: one function per estimator, and the one place that assigns them."""

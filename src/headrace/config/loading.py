@@ -1,0 +1,192 @@
+"""Run files: TOML plus `--section.key value` overrides become one `RunConfig`, or one clear sentence."""
+
+from __future__ import annotations
+
+import copy
+import re
+import tomllib
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+
+from headrace.config.rules import impossible
+from headrace.config import RunConfig
+from headrace.config.effect import idle_settings
+from headrace.errors import ConfigError
+from headrace.registry import nearest
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = (), objects: Collection[str] | None = None) -> RunConfig:
+    """Read a TOML run file and apply overrides such as `["--trainer.steps", "2"]`."""
+    path = Path(path)
+    return build_config(_read_toml(path), overrides, where=str(path), objects=objects)
+
+
+def build_config(
+    values: dict[str, Any],
+    overrides: Sequence[str] = (),
+    where: str = "configuration",
+    laid_by: str = "command line",
+    *,
+    objects: Collection[str] | None = None,
+    may_be_idle: bool = False,
+) -> RunConfig:
+    """Validate nested values with overrides laid over them; a problem names where its value comes from.
+
+    `objects` are those that will be given in place of names; `may_be_idle` accepts settings without effect.
+    """
+    values = copy.deepcopy(values)  # overrides are laid over the caller's values, not written into them
+    laid_over = dict(parse_overrides(overrides))
+    for key, text in laid_over.items():
+        _lay_over(values, key, _parse_value(text, _annotation_at(key.split("."))))
+    try:
+        config = RunConfig.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, where, laid_over, laid_by)) from None
+    problems = impossible(config)
+    if not may_be_idle:
+        problems += [idle.text for idle in idle_settings(config, objects)]
+    if problems:
+        raise ConfigError(_by_source([(_mentions(text, laid_over), text) for text in problems], where, laid_by))
+    return config
+
+
+def parse_overrides(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """`--a.b value` and `--a.b=value` as (key, text) pairs."""
+    rest = iter(words)
+    for word in rest:
+        if not word.startswith("--"):
+            raise ConfigError(f'expected an option such as --trainer.steps, got "{word}"')
+        key, equals, text = word[2:].partition("=")
+        if not equals:
+            following = next(rest, None)
+            if following is None:
+                raise ConfigError(f"--{key} needs a value")
+            text = following
+        yield key, text
+
+
+def field_paths(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every `section.key` with its pydantic field, depth first."""
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from field_paths(field.annotation, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", field
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        near = nearest(path.name, (p.name for p in path.parent.glob("*.toml"))) if path.parent.is_dir() else ""
+        raise ConfigError(f"there is no run file {path}{near}")
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder; give the run file in it, such as {path / 'config.toml'}")
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{path} is not a run file: it is nested too deeply") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from None
+
+
+def _parse_value(text: str, annotation: Any) -> Any:
+    """The TOML value that the text is or, where the setting is a text, the text as it stands: 7 is a name too."""
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except (tomllib.TOMLDecodeError, RecursionError):
+        value = text  # a bare word is a string
+    if get_origin(annotation) is tuple and _is_text(get_args(annotation)[0]) and not isinstance(value, list):
+        return [value if isinstance(value, str) else text]
+    return text if _is_text(annotation) and not isinstance(value, str) else value
+
+
+def _is_text(annotation: Any) -> bool:
+    options = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    return all(
+        option in (str, Path, NoneType)
+        or (get_origin(option) is Literal and all(isinstance(word, str) for word in get_args(option)))
+        for option in options
+    )
+
+
+def _lay_over(values: dict[str, Any], key: str, value: Any) -> None:
+    *parents, last = key.split(".")
+    for done, part in enumerate(parents):
+        inner = values.setdefault(_as_written(part, values), {})
+        if not isinstance(inner, dict):
+            raise ConfigError(f"--{key}: {'.'.join(parents[: done + 1])} is a value, not a section")
+        values = inner
+    values[_as_written(last, values)] = value
+
+
+def _as_written(part: str, values: dict[str, Any]) -> str:
+    """--eval.sets.dev-set is that set if the file has it; else dashes stand for underscores."""
+    return part if part in values else part.replace("-", "_")
+
+
+def _explain(error: ValidationError, file: str, laid_over: Iterable[str], laid_by: str) -> str:
+    """All problems, each under where it comes from: the file, or what was laid over it."""
+    options = [f"{key.replace('-', '_')}." for key in laid_over]
+    told: list[tuple[bool, str]] = []
+    for problem in error.errors():
+        where = ".".join(str(part) for part in problem["loc"])
+        path, unknown = f"{where.replace('-', '_')}.", problem["type"] == "extra_forbidden"
+        laid = any(path.startswith(option) or (unknown and option.startswith(path)) for option in options)
+        told.append((laid, _sentence(problem, where)))
+    return _by_source(told, file, laid_by)
+
+
+def _by_source(problems: Iterable[tuple[bool, str]], file: str, laid_by: str) -> str:
+    """Sentences, each with whether what was laid over is to blame, under their source."""
+    found: dict[str, list[str]] = {}
+    for laid, sentence in problems:
+        found.setdefault(laid_by if laid else file, []).append(sentence)
+    return "; ".join(f"{source}: {'; '.join(sentences)}" for source, sentences in found.items())
+
+
+def _mentions(text: str, keys: Iterable[str]) -> bool:
+    """Whether a sentence is about one of these settings."""
+    return any(re.search(rf"(?<![\w.]){re.escape(key.replace('-', '_'))}(?![\w.]*\w)", text) for key in keys)
+
+
+def _sentence(problem: Any, where: str) -> str:
+    if problem["type"] == "extra_forbidden":
+        return f'unknown key "{where}"{_nearest_key(problem["loc"])}'
+    if problem["type"] == "value_error":
+        return f"{where + ': ' if where else ''}{problem['msg'].removeprefix('Value error, ')}"
+    return f"{where}: {problem['msg'][0].lower() + problem['msg'][1:]}, got {problem['input']!r}"
+
+
+def _nearest_key(location: tuple[int | str, ...]) -> str:
+    section = _annotation_at([str(part) for part in location[:-1]])
+    known = list(section.model_fields) if _is_section(section) else []
+    close = nearest(str(location[-1]), known)
+    if close:
+        return close
+    elsewhere = [path for path, _ in field_paths() if path.rsplit(".", 1)[-1] == location[-1]]
+    if elsewhere:
+        return f' (did you mean "{elsewhere[0]}"?)'
+    return f"; known here: {', '.join(known)}" if known else ""
+
+
+def _annotation_at(path: Sequence[str]) -> Any:
+    """What the configuration wants at a path: a section, a type, or Any where it does not say."""
+    found: Any = RunConfig
+    for part in path:
+        if _is_section(found):
+            field = found.model_fields.get(part) or found.model_fields.get(part.replace("-", "_"))
+            found = field.annotation if field else Any
+        else:
+            found = get_args(found)[1] if get_origin(found) is dict else Any
+        if get_origin(found) in (Union, UnionType):
+            found = next((option for option in get_args(found) if _is_section(option)), found)
+    return found
+
+
+def _is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)

@@ -1,0 +1,287 @@
+"""An engine in a process of its own: generation goes on while the learner learns.
+
+The learner writes weights into shared memory and tells the process to go on with them; requests and answers go over a
+pair of sockets. If the process dies, another takes its place, with the weights that are still in the shared memory, and
+gets the requests that were under way: with the same seeds, from their beginning. So no caller notices but by the time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from headrace.engines.base import EngineHealth, Generation, SamplingParams
+from headrace.engines.process.child import Launch, ProcessChild, describe_exit
+from headrace.weights.shared_memory import SharedWeights
+from headrace.engines.process.wire import Answer, Call, Cancel, EngineOptions, Failed, Open, Opened, Served, encode, receive
+from headrace.errors import EngineError
+
+_log = logging.getLogger("headrace")
+_MOST_DEATHS = 3
+_GRACE_S = 2.0
+_PROGRESS = ("generate", "compute_logprobs")
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A call that has not been answered; `effect` is what an answer changes here."""
+
+    method: str
+    frame: bytes
+    future: asyncio.Future[Any]
+    effect: Callable[[Any], None]
+
+
+class ProcessEngine:
+    """The learner's side. Made on any thread; from its first call on it belongs to the event loop of that call."""
+
+    shares_weights = False
+
+    def __init__(self, hf_model: Any, options: EngineOptions, launch: Launch = ProcessChild) -> None:
+        self._options = options
+        self._launch = launch
+        self._weights = SharedWeights(hf_model)
+        self._weights.write(0)
+        self._live = Served(version=0, buffer=0)
+        self._fingerprint: str | None = None
+        self._pinned: Served | None = None
+        self._paused = False
+        self._pending: dict[int, _Pending] = {}
+        self._numbers = itertools.count()
+        self._loading = asyncio.Lock()
+        self._writer: asyncio.StreamWriter | None = None  # while a process is ready
+        self._conversation: asyncio.Task[None] | None = None
+        self._restarting: list[asyncio.Future[None]] = []
+        self._restarts = self._deaths_in_a_row = 0
+        self._health = EngineHealth(True, False, 0, 0, 0, 0, 0.0)
+        self._before = (0, 0.0)  # tokens and busy seconds of processes that have gone
+        self._error: EngineError | None = None
+        self._closed = False
+        self._child = launch(options, self._weights.files)
+
+    @property
+    def pid(self) -> int:
+        """The process that decodes now."""
+        return self._child.pid
+
+    async def generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams, seed: int, pinned: bool = False
+    ) -> Generation:
+        return await self._call("generate", tuple(prompt_ids), params, seed, pinned)
+
+    async def compute_logprobs(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
+        return await self._call("compute_logprobs", [tuple(row) for row in rows])
+
+    async def pause(self) -> None:
+        await self._call("pause", effect=lambda _: setattr(self, "_paused", True))
+
+    async def resume(self) -> None:
+        await self._call("resume", effect=lambda _: setattr(self, "_paused", False))
+
+    def stage(self) -> int:
+        """Copy the learner's weights as they are now, on the learner's thread; the result is for `load_weights`."""
+        buffer = self._weights.free_buffer(self._used())
+        self._weights.write(buffer)
+        return buffer
+
+    async def load_weights(self, version: int, weights: Any = None) -> str:
+        self._check_usable()
+        async with self._loading:
+            buffer = await asyncio.to_thread(self.stage) if weights is None else weights
+            if not isinstance(buffer, int) or buffer in self._used():
+                raise EngineError(f"a separate engine loads what its stage() returned, got {str(buffer)[:60]}")
+
+            def loaded(fingerprint: str) -> None:
+                self._live, self._fingerprint = Served(version, buffer), fingerprint
+
+            return await self._call("load_weights", version, buffer, effect=loaded)
+
+    async def pin(self) -> int:
+        self._check_usable()
+        async with self._loading:
+            return await self._call("pin", effect=lambda _: setattr(self, "_pinned", self._live))
+
+    async def unpin(self) -> None:
+        def unpinned(_: Any) -> None:
+            if self._pinned is not None and self._pinned.buffer != self._live.buffer:
+                self._weights.release(self._pinned.buffer)  # first: once it is not pinned, it may be written to
+            self._pinned = None
+
+        await self._call("unpin", effect=unpinned)
+
+    async def release_cache(self) -> None:
+        await self._call("release_cache")
+
+    async def restart(self) -> None:
+        self._check_usable()
+        self._converse_in_this_loop()
+        ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._restarting.append(ready)
+        self._child.kill()
+        await ready
+
+    def health(self) -> EngineHealth:
+        ready = self._writer is not None
+        return replace(
+            self._health,
+            alive=self._health.alive and not (self._closed or self._error),
+            paused=self._paused,
+            version=self._live.version,
+            running=self._health.running if ready else 0,
+            waiting=self._health.waiting if ready else sum(p.method == "generate" for p in self._pending.values()),
+            generated_tokens=self._before[0] + self._health.generated_tokens,
+            busy_s=self._before[1] + self._health.busy_s,
+            error=str(self._error) if self._error else self._health.error,
+            restarts=self._restarts,
+        )
+
+    async def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._fail_callers("the engine was closed while the request was under way")
+        if self._conversation is not None:
+            self._conversation.cancel()
+            await asyncio.gather(self._conversation, return_exceptions=True)
+        await asyncio.to_thread(self._child.end)
+        self._weights.close()
+
+    # ---- calls ----------------------------------------------------------------------------------------------------
+
+    async def _call(self, method: str, *arguments: Any, effect: Callable[[Any], None] = lambda _: None) -> Any:
+        self._check_usable()
+        self._converse_in_this_loop()
+        number = next(self._numbers)
+        frame = encode(Call(number, method, arguments))
+        pending = _Pending(method, frame, asyncio.get_running_loop().create_future(), effect)
+        self._pending[number] = pending
+        if self._writer is not None:
+            self._writer.write(frame)
+        try:
+            return await pending.future
+        finally:
+            if self._pending.pop(number, None) and self._writer is not None:  # the caller was cancelled
+                self._writer.write(encode(Cancel(number)))
+
+    def _check_usable(self) -> None:
+        if self._error is not None:
+            raise EngineError(f"the engine has stopped: {self._error}") from self._error
+        if self._closed:
+            raise EngineError("the engine is closed")
+
+    def _used(self) -> tuple[int | None, int | None]:
+        return self._live.buffer, self._pinned.buffer if self._pinned else None
+
+    def _converse_in_this_loop(self) -> None:
+        if self._conversation is None:
+            self._conversation = asyncio.create_task(self._converse_for_ever(), name="headrace-engine")
+
+    # ---- the conversation -----------------------------------------------------------------------------------------
+
+    async def _converse_for_ever(self) -> None:
+        """With one process after the other. Waits for messages; ends when the engine is closed or beyond help."""
+        try:
+            while True:
+                was_ready = await self._converse()
+                code = await asyncio.to_thread(self._child.end, _GRACE_S)
+                await self._mourn(code, was_ready)
+                self._child = await asyncio.to_thread(self._launch, self._options, self._weights.files)
+        except Exception as error:  # whatever it is, every caller must hear of it
+            self._error = error if isinstance(error, EngineError) else EngineError(f"{type(error).__name__}: {error}")
+            await asyncio.to_thread(self._child.end)
+            self._fail_callers(f"the engine has stopped: {self._error}")
+
+    async def _converse(self) -> bool:
+        """With the present process, until it has gone; whether it was ever ready."""
+        ready = False
+        try:
+            reader, writer = await asyncio.open_connection(sock=self._child.connection)
+        except OSError:
+            return ready
+        try:
+            writer.write(
+                encode(Open(self._options, self._weights.layout, self._live, self._pinned, paused=self._paused))
+            )
+            self._take_opened(await receive(reader), writer)
+            ready = True
+            while True:
+                self._take(await receive(reader))
+        except EOFError:
+            return ready
+        finally:
+            self._writer = None
+            writer.close()
+
+    def _take_opened(self, message: Any, writer: asyncio.StreamWriter) -> None:
+        if isinstance(message, Failed):
+            raise EngineError(f"the engine process could not start: {message.reason}")
+        assert isinstance(message, Opened)
+        if message.fingerprint != (self._fingerprint or message.fingerprint):
+            raise EngineError(
+                f"the restarted engine process found other weights for version {self._live.version}: fingerprint "
+                f"{message.fingerprint}, not {self._fingerprint}; go on from the last checkpoint"
+            )
+        self._health, self._writer = message.health, writer
+        for pending in self._pending.values():
+            writer.write(pending.frame)
+        for future in self._restarting:
+            if not future.done():
+                future.set_result(None)
+        self._restarting = []
+
+    def _take(self, message: Any) -> None:
+        if isinstance(message, EngineHealth):
+            self._health = message
+            return
+        assert isinstance(message, Answer)
+        self._health = message.health
+        pending = self._pending.pop(message.number, None)
+        if pending is None or pending.future.done():
+            return
+        if pending.method in _PROGRESS:
+            self._deaths_in_a_row = 0
+        if message.error is not None:
+            pending.future.set_exception(message.error)
+        else:
+            pending.effect(message.value)
+            pending.future.set_result(message.value)
+
+    async def _mourn(self, code: int, was_ready: bool) -> None:
+        """Take note of a process that has gone; raises if another would fare no better."""
+        self._before = (self._before[0] + self._health.generated_tokens, self._before[1] + self._health.busy_s)
+        self._health = replace(self._health, alive=True, generated_tokens=0, busy_s=0.0, error=None)
+        if self._restarting:
+            _log.warning("the engine process is restarted; %d calls start again", len(self._pending))
+            self._restarts += 1
+            return
+        self._deaths_in_a_row += 1
+        how = describe_exit(code)
+        if code >= 0 and not was_ready:
+            raise EngineError(f"the engine process could not start ({how}):\n{await self._last_words()}")
+        if self._deaths_in_a_row >= _MOST_DEATHS:
+            raise EngineError(
+                f"the engine process died {_MOST_DEATHS} times in a row without answering a request, the last time "
+                f"{how}; is there enough memory? Its last lines:\n{await self._last_words()}"
+            )
+        self._restarts += 1
+        _log.warning(
+            "the engine process %d died (%s); another takes its place, and %d calls start again",
+            self._child.pid,
+            how,
+            len(self._pending),
+        )
+
+    async def _last_words(self) -> str:
+        return await asyncio.to_thread(self._child.last_words) or "(none)"
+
+    def _fail_callers(self, what: str) -> None:
+        futures = [*(pending.future for pending in self._pending.values()), *self._restarting]
+        self._pending, self._restarting = {}, []
+        for future in futures:
+            with suppress(asyncio.InvalidStateError):
+                future.set_exception(EngineError(what))

@@ -1,0 +1,1 @@
+"""The built-in engine: continuous batching with torch or the native kernels."""

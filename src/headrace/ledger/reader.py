@@ -1,0 +1,380 @@
+"""LedgerReader: what a ledger knows. Reads while another process writes."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self
+
+from headrace.data.episode import Episode
+from headrace.ledger.bodies import FIRST_PROMPT, Base, unpack_call, unpack_episode, unpack_prompt
+from headrace.ledger.columns import FIGURES, episode_fields
+from headrace.ledger.files import connect_reader, explaining, ledger_file
+from headrace.ledger.pack import from_json, unpack_value
+from headrace.ledger.records import (
+    Account,
+    BatchRecord,
+    CallRecord,
+    EpisodeRecord,
+    EpisodeState,
+    EvaluationRecord,
+    GroupRecord,
+    GroupState,
+    IdentityRecord,
+    ProcessRecord,
+    PublicationRecord,
+    ResultRecord,
+    TrainedRow,
+    UnfinishedGroup,
+)
+from headrace.ledger.restoring import (
+    GROUP,
+    Excerpt,
+    Standing,
+    read_difference,
+    read_excerpt,
+    read_missing,
+    read_open,
+    read_standing,
+)
+from headrace.ledger.rows import unpack_rows
+from headrace.errors import LedgerError
+
+Row = tuple[Any, ...]
+
+_FIGURES = ", ".join(f"e.{name}" for name in FIGURES)
+_TRAIN_EPISODE = (
+    f"e.episode_id, b.body, g.task_id, g.source, e.group_id, e.rollout_idx, e.attempt, {_FIGURES}, "
+    "e.state, e.duration_s, g.state, g.reason, g.step"
+)
+_EVAL_EPISODE = (
+    f"e.eval_episode_id, e.body, e.task_id, e.source, e.group_id, e.rollout_idx, e.attempt, {_FIGURES}, "
+    "NULL, NULL, v.name, NULL, v.step"
+)
+_TRAIN_FROM = "episodes e JOIN groups g USING (group_id) LEFT JOIN bodies b USING (episode_id)"
+_EVAL_FROM = "eval_episodes e JOIN evaluations v USING (evaluation_id)"
+_PAGE = 200  # episodes read at once: a reader that stays within one read keeps the writer's log from being emptied
+
+
+class LedgerReader:
+    """Answers from what was committed when it is asked."""
+
+    def __init__(self, connection: sqlite3.Connection, path: Path = Path()) -> None:
+        self._connection = connection
+        self.path = path
+
+    @classmethod
+    def read(cls, place: Path) -> LedgerReader:
+        """Open a run folder's ledger, or the file itself, for reading."""
+        path = ledger_file(place)
+        return LedgerReader(connect_reader(path), path)
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._connection.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self.close()
+
+    @contextmanager
+    def snapshot(self) -> Iterator[None]:
+        """Within it, all answers are of one moment. Not for long: the writer's log grows meanwhile."""
+        self._rows("BEGIN")
+        try:
+            yield
+        finally:
+            self._rows("COMMIT")
+
+    def _rows(self, query: str, values: Iterable[Any] = ()) -> list[Row]:
+        with explaining(self.path, "read"):
+            return self._connection.execute(query, tuple(values)).fetchall()
+
+    def _row(self, query: str, values: Iterable[Any] = ()) -> Row | None:
+        return next(iter(self._rows(query, values)), None)
+
+    # ---- the account ----------------------------------------------------------------------------------------------
+
+    def account(self) -> Account:
+        """Where every dispatched episode is."""
+        rows = self._rows("SELECT ending, sum(episodes) FROM counts GROUP BY ending")
+        return _account(dict(rows))
+
+    def accounts(self) -> dict[str, Account]:
+        """The same by source."""
+        found: dict[str, dict[str, int]] = {}
+        for source, ending, episodes in self._rows("SELECT source, ending, episodes FROM counts"):
+            found.setdefault(source, {})[ending] = episodes
+        return {source: _account(counts) for source, counts in sorted(found.items())}
+
+    def restarted(self) -> int:
+        """Attempts at episodes that were given up for another."""
+        return (self._row("SELECT coalesce(sum(episodes), 0) FROM counts WHERE ending = 'restarted'") or (0,))[0]
+
+    def size_bytes(self) -> int:
+        """The size of the file, without the writer's log."""
+        pages = self._rows("SELECT page_count * page_size FROM pragma_page_count(), pragma_page_size()")
+        return int(pages[0][0])
+
+    def processes(self) -> list[ProcessRecord]:
+        """Every start of the run, in order."""
+        query = "SELECT started_at, pid, host, resumed_from, ended_at FROM processes ORDER BY process_id"
+        return [ProcessRecord(*row) for row in self._rows(query)]
+
+    # ---- beside a checkpoint --------------------------------------------------------------------------------------
+
+    def identity(self) -> IdentityRecord:
+        """Which ledger it is."""
+        ((ledger_id, theirs, step),) = self._rows("SELECT ledger_id, begun_from, begun_step FROM identity")
+        return IdentityRecord(ledger_id, None if step is None else (theirs, step))
+
+    def standing(self, next_group_id: int, unfinished: Collection[int], step: int) -> Standing:
+        """How much of the time before a checkpoint is recorded; the arguments are the checkpoint's."""
+        return read_standing(self._rows, next_group_id, unfinished, step)
+
+    def open_groups(self, next_group_id: int, unfinished: Collection[int]) -> set[int]:
+        """Groups that had ended at a checkpoint, and have no end here."""
+        return read_open(self._rows, next_group_id, unfinished)
+
+    def excerpt(self, group_ids: Sequence[int], first_step: int, end_step: int) -> Excerpt:
+        """Rows of those groups that have ended, of batches and publications: `missing` compares them later."""
+        return read_excerpt(self._rows, group_ids, first_step, end_step)
+
+    def missing(self, excerpt: Excerpt) -> Excerpt:
+        """What of an excerpt is not there."""
+        return read_missing(self._rows, excerpt)
+
+    def difference(self, excerpt: Excerpt) -> str | None:
+        """What is there, and not as the excerpt has it."""
+        return read_difference(self._rows, excerpt)
+
+    def require_intact(self) -> None:
+        """Raise LedgerError if the file's pages do not fit together. Reads all of it."""
+        found = self._rows("PRAGMA quick_check(1)")
+        if found != [("ok",)]:
+            raise LedgerError(f"the ledger {self.path} is damaged: {found[0][0]}; put it back from a copy")
+
+    # ---- groups ---------------------------------------------------------------------------------------------------
+
+    def group_record(self, group_id: int) -> GroupRecord | None:
+        """What is known of a group; None if it was never dispatched."""
+        row = self._row(f"SELECT {GROUP} FROM groups WHERE group_id = ?", (group_id,))
+        return None if row is None else _group(row)
+
+    def unfinished(self) -> list[UnfinishedGroup]:
+        """Groups that were dispatched and not decided, in the order of their dispatch."""
+        query = f"SELECT {GROUP} FROM groups WHERE state IN ('dispatched', 'whole') ORDER BY group_id"
+        return [self._unfinished(_group(row)) for row in self._rows(query)]
+
+    def _unfinished(self, group: GroupRecord) -> UnfinishedGroup:
+        rows = self._rows(
+            "SELECT rollout_idx, max(attempt) FROM episodes WHERE group_id = ? AND state = 'running' "
+            "GROUP BY rollout_idx",
+            (group.group_id,),
+        )
+        episodes = {episode.rollout_idx: episode for episode in self.group(group.group_id)}
+        running = {rollout: attempt for rollout, attempt in rows if rollout not in episodes}
+        return UnfinishedGroup(group, episodes, running)
+
+    def group(self, group_id: int) -> list[Episode]:
+        """The finished episodes of a group, by rollout: of several attempts, the last."""
+        rows = self._rows(
+            f"SELECT {_TRAIN_EPISODE} FROM {_TRAIN_FROM} WHERE e.group_id = ? AND e.state IN ('finished', 'failed') "
+            "ORDER BY e.rollout_idx, e.attempt",
+            (group_id,),
+        )
+        records = [self._train_record(row) for row in rows]
+        if any(record.pruned for record in records):
+            raise LedgerError(
+                f"what was said in group {group_id} is no longer in {self.path}; raise ledger.keep_steps to keep more, "
+                f"and put a copy back if it was lost"
+            )
+        return list({record.episode.rollout_idx: record.episode for record in records}.values())
+
+    def complete_group(self, group_id: int) -> list[Episode]:
+        """All episodes of a group."""
+        episodes, record = self.group(group_id), self.group_record(group_id)
+        if record is None or len(episodes) < record.size:
+            raise LedgerError(
+                f"the ledger {self.path} has {len(episodes)} of the {record.size if record else 'unknown'} episodes of "
+                f"group {group_id}; put it back from a copy"
+            )
+        return episodes
+
+    def last_position(self) -> tuple[int, int] | None:
+        """The furthest place in the stream of tasks (epoch, place) that was dispatched."""
+        return self._row("SELECT epoch, place FROM groups ORDER BY epoch DESC, place DESC LIMIT 1")
+
+    def last_group_id(self) -> int | None:
+        """The largest id of a group."""
+        return (self._row("SELECT max(group_id) FROM groups") or (None,))[0]
+
+    # ---- calls and results ----------------------------------------------------------------------------------------
+
+    def calls(self, group_id: int, rollout_idx: int, attempt: int = 0) -> list[CallRecord]:
+        """The model calls of one attempt that were answered, in the order in which they began."""
+        return sorted(self._calls(group_id, self._episode_id(group_id, rollout_idx, attempt)), key=lambda r: r.call)
+
+    def results(self, group_id: int, rollout_idx: int, attempt: int = 0) -> list[ResultRecord]:
+        """What tools and judgers answered to one attempt, by number."""
+        rows = self._rows(
+            "SELECT number, kind, name, request_digest, payload FROM results WHERE episode_id = ? ORDER BY number",
+            (self._episode_id(group_id, rollout_idx, attempt),),
+        )
+        return [
+            ResultRecord(number, kind, name, request_digest, unpack_value(payload))
+            for number, kind, name, request_digest, payload in rows
+        ]
+
+    def _episode_id(self, *rollout: int) -> int | None:
+        query = "SELECT episode_id FROM episodes WHERE group_id = ? AND rollout_idx = ? AND attempt = ?"
+        return (self._row(query, rollout) or (None,))[0]
+
+    def _calls(self, group_id: int, episode_id: int | None) -> list[CallRecord]:
+        """In the order in which they were recorded, so that each comes after the one that it refers to."""
+        rows = self._rows(
+            "SELECT call, role, seed, request_digest, params, finish_reason, temperature, body "
+            "FROM calls JOIN params USING (params_id) WHERE episode_id = ? ORDER BY call_id",
+            (episode_id,),
+        )
+        known: dict[int, Base] = {}
+
+        def base_of(number: int) -> Base:
+            if number == FIRST_PROMPT and number not in known:
+                found = self._row("SELECT body FROM prompts WHERE group_id = ?", (group_id,))
+                assert found is not None, f"the first prompt of group {group_id} is missing"
+                known[number] = unpack_prompt(found[0])
+            return known[number]
+
+        records = []
+        for call, role, seed, request_digest, params, finish_reason, temperature, body in rows:
+            output, messages = unpack_call(body, base_of, call, finish_reason, temperature)
+            record = CallRecord(output, role, seed, request_digest, messages, from_json(params))
+            known[call] = Base.of_call(record)
+            records.append(record)
+        return records
+
+    # ---- training and evaluation ----------------------------------------------------------------------------------
+
+    def batch_record(self, step: int) -> BatchRecord | None:
+        """The batch that was trained after so many steps."""
+        return next(iter(self._batches("step = ?", step)), None)
+
+    def batches_from(self, step: int) -> list[BatchRecord]:
+        """Batches that a checkpoint of `step` does not contain, in order."""
+        return self._batches("step >= ?", step)
+
+    def _batches(self, condition: str, step: int) -> list[BatchRecord]:
+        query = f"SELECT step, version, steps, pieces FROM batches WHERE {condition} ORDER BY step"
+        return [
+            self._with_members(BatchRecord(at, version, (), (), steps, tuple(json.loads(pieces))))
+            for at, version, steps, pieces in self._rows(query, (step,))
+        ]
+
+    def _with_members(self, batch: BatchRecord) -> BatchRecord:
+        rows = self._rows("SELECT group_id, again FROM batch_groups WHERE step = ? ORDER BY place", (batch.step,))
+        fresh, again = (tuple(group_id for group_id, flag in rows if flag == wanted) for wanted in (0, 1))
+        return replace(batch, group_ids=fresh, again=again)
+
+    def trained_rows(self, step: int) -> tuple[TrainedRow, ...] | None:
+        """The rows of the batch that was trained after so many steps; None if they are not, or no longer, recorded."""
+        found = self._row("SELECT body FROM batch_rows WHERE step = ?", (step,))
+        return None if found is None else unpack_rows(found[0])
+
+    def steps_of(self, group_id: int) -> list[int]:
+        """The steps of the batches that held a group, in order."""
+        query = "SELECT step FROM batch_groups WHERE group_id = ? ORDER BY step"
+        return [step for (step,) in self._rows(query, (group_id,))]
+
+    def last_batch(self) -> BatchRecord | None:
+        """The batch that was recorded last."""
+        found = self._row("SELECT step FROM batches ORDER BY step DESC LIMIT 1")
+        return None if found is None else self.batch_record(found[0])
+
+    def batch_count(self) -> int:
+        """How many batches were committed."""
+        return (self._row("SELECT count(*) FROM batches WHERE committed_at IS NOT NULL") or (0,))[0]
+
+    def publication(self, version: int) -> PublicationRecord | None:
+        """The publication of a version."""
+        row = self._row("SELECT version, fingerprint, step FROM publications WHERE version = ?", (version,))
+        return None if row is None else PublicationRecord(*row)
+
+    def last_publication(self) -> PublicationRecord | None:
+        """The publication of the newest version."""
+        row = self._row("SELECT version, fingerprint, step FROM publications ORDER BY version DESC LIMIT 1")
+        return None if row is None else PublicationRecord(*row)
+
+    def evaluations(self) -> list[EvaluationRecord]:
+        """Every evaluation, by step; those of one step as they were made."""
+        rows = self._rows("SELECT step, name, metrics FROM evaluations ORDER BY step, evaluation_id")
+        return [EvaluationRecord(step, name, from_json(metrics)) for step, name, metrics in rows]
+
+    # ---- episodes -------------------------------------------------------------------------------------------------
+
+    def episodes(
+        self, kind: str = "train", first_step: int = 0, end_step: int | None = None
+    ) -> Iterator[EpisodeRecord]:
+        """Finished episodes in the order of their start; with bounds, those decided (or evaluated) at such steps."""
+        train = kind == "train"
+        key, columns, tables = (
+            ("e.episode_id", _TRAIN_EPISODE, _TRAIN_FROM) if train else ("e.eval_episode_id", _EVAL_EPISODE, _EVAL_FROM)
+        )
+        step = "g.step" if train else "v.step"
+        condition = "AND e.state IN ('finished', 'failed') " if train else ""
+        bounds: list[int] = []
+        if first_step or end_step is not None:
+            condition += f"AND {step} >= ? AND {step} < ? "
+            bounds = [first_step, 2**62 if end_step is None else end_step]
+        last = 0
+        while True:
+            query = f"SELECT {columns} FROM {tables} WHERE {key} > ? {condition}ORDER BY {key} LIMIT {_PAGE}"
+            rows = self._rows(query, (last, *bounds))
+            yield from (self._train_record(row) if train else _record(row, "eval", {}) for row in rows)
+            if len(rows) < _PAGE:
+                return
+            last = rows[-1][0]
+
+    def _train_record(self, row: Row) -> EpisodeRecord:
+        calls = self._calls(row[4], row[0]) if row[1] is not None else []
+        return _record(row, "train", {record.call: record for record in calls})
+
+
+def _record(row: Row, kind: str, calls: dict[int, CallRecord]) -> EpisodeRecord:
+    body, task_id, source, *place = row[1:7]
+    figure: dict[str, Any] = dict(zip(FIGURES, row[7:], strict=False))
+    state, duration_s, decision, reason, step = row[7 + len(FIGURES) :]
+    identity = dict(zip(("group_id", "rollout_idx", "attempt"), place, strict=True))
+    columns = {"task_id": task_id, "source": source, **identity, **episode_fields(figure)}
+    return EpisodeRecord(
+        kind,
+        Episode(**columns) if body is None else unpack_episode(body, columns, calls),
+        figure["reward"],
+        "failed" if state == EpisodeState.FAILED else decision,
+        reason,
+        step,
+        figure["oldest_version"],
+        figure["newest_version"],
+        figure["generated_tokens"],
+        duration_s,
+        pruned=body is None,
+    )
+
+
+def _group(row: Row) -> GroupRecord:
+    group_id, epoch, place, task_id, source, size, version, state, *rest, pruned = row
+    known = (group_id, (epoch, place), task_id, source, size, version, GroupState(state))
+    return GroupRecord(*known, *rest, pruned=bool(pruned))
+
+
+def _account(counts: dict[str, int]) -> Account:
+    """Nothing is counted as pending: what has no end is."""
+    endings = [counts.get(name, 0) for name in ("trained", "filtered", "failed", "stale")]
+    dispatched = counts.get("dispatched", 0)
+    return Account(dispatched, *endings, pending=dispatched - sum(endings))

@@ -1,0 +1,1 @@
+"""Native kernels, one folder per device."""

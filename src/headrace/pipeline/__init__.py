@@ -1,1 +1,0 @@
-"""The stages between rollouts and the learner: pure logic, no torch, no clock of its own."""

@@ -1,0 +1,304 @@
+"""The HTTP server: one per event loop, started by the first session."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from headrace.rollout.model_client import Model
+from headrace.rollout.gateway.anthropic import Messages, read_conversation
+from headrace.rollout.gateway.chat import ChatCompletions
+from headrace.rollout.gateway.completions import Completions
+from headrace.rollout.gateway.responses import Responses
+from headrace.rollout.gateway.session import Session
+from headrace.rollout.gateway.stream import EventStream
+from headrace.rollout.gateway.wire import Call, Dialect, Fields, Identity, Refusal, Reply, openai_error, parse_json
+from headrace.config import GatewaySection
+from headrace.errors import ConfigError, HeadraceError
+from headrace.utils.listening import HttpServer, Rules, listen
+
+log = logging.getLogger("headrace")
+
+DIALECTS: tuple[Dialect, ...] = (ChatCompletions(), Completions(), Responses(), Messages())
+_LAST_WORDS_S = 1.0  # for answers on their way when the server ends
+_NO_RETRY = {"x-should-retry": "false"}  # the clients of both OpenAI and Anthropic go by it
+
+
+class Gateway:
+    """The sessions of a process and the server in front of them."""
+
+    def __init__(self, settings: GatewaySection) -> None:
+        self._settings = settings
+        self._token = _token(settings)
+        self._sessions: dict[str, Session] = {}
+        self._warned: set[str] = set()
+        self._socket: socket.socket | None = None
+        self._server: HttpServer | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    @property
+    def sessions(self) -> int:
+        """How many are open."""
+        return len(self._sessions)
+
+    @property
+    def api_key(self) -> str:
+        """What clients are to send as their key."""
+        return self._token or "headrace"
+
+    def url(self, session: Session) -> str:
+        """Where a session is reached."""
+        assert self._socket is not None
+        host = self._settings.public_host or self._settings.host
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        shown = f"[{host}]" if ":" in host else host
+        return f"http://{shown}:{self._socket.getsockname()[1]}/s/{session.id}"
+
+    def open(self, model: Model) -> Session:
+        """A session for an episode's model."""
+        session = Session(model, self._warn_once)
+        self._sessions[session.id] = session
+        return session
+
+    async def drop(self, session: Session) -> None:
+        """End a session; its calls under way are cancelled."""
+        self._sessions.pop(session.id, None)
+        await session.close()
+
+    async def start(self) -> None:
+        """Listen."""
+        self._socket = _listen(self._settings)
+        self._server = HttpServer(self._app(), self._rules())
+        self._serving = await self._server.begin(self._socket)
+        self._serving.add_done_callback(lambda _: _forget(self))
+
+    async def close(self) -> None:
+        """End all sessions, and the server."""
+        for session in list(self._sessions.values()):
+            await self.drop(session)
+        if self._server is None or self._serving is None:
+            return
+        answering = self._server.server_state.tasks
+        if answering:
+            await asyncio.wait(set(answering), timeout=_LAST_WORDS_S)
+        self._serving.cancel()  # its own way of ending takes a tenth of a second or more
+        await asyncio.wait({self._serving})
+
+    def _warn_once(self, sentence: str) -> None:
+        if sentence not in self._warned:
+            self._warned.add(sentence)
+            log.warning("%s", sentence)
+
+    def _rules(self) -> Rules:
+        settings = self._settings
+        return Rules(
+            host=settings.host, public_host=settings.public_host, refuse=_refuse, token=self._token or None,
+            token_remedy="send gateway.token as API key", max_body_mb=settings.max_body_mb,
+            body_remedy="raise gateway.max_body_mb",
+        )  # fmt: skip
+
+    # ---- requests ----------------------------------------------------------------------------------------------------
+
+    def _app(self) -> Starlette:
+        routes: list[Route] = []
+        for prefix in ("/s/{session}", ""):
+            for dialect in DIALECTS:
+                endpoint = partial(self._told, dialect, partial(self._answer, dialect))
+                routes.append(Route(prefix + dialect.path, endpoint, methods=["POST"]))
+            count = partial(self._told, DIALECTS[-1], self._count_tokens)
+            routes.append(Route(f"{prefix}/v1/messages/count_tokens", count, methods=["POST"]))
+            models = partial(self._told, DIALECTS[0], self._models)
+            routes.append(Route(f"{prefix}/v1/models", models, methods=["GET"]))
+        app = Starlette(routes=routes, exception_handlers={HTTPException: _no_such_route})
+        app.router.redirect_slashes = False
+        return app
+
+    async def _told(
+        self, dialect: Dialect, endpoint: Callable[[Request], Awaitable[Response]], request: Request
+    ) -> Response:
+        """What an endpoint answers; a refusal in the API's own form."""
+        try:
+            return await endpoint(request)
+        except ClientDisconnect:
+            return Response(status_code=499)
+        except Refusal as found:
+            refusal = found
+        except HeadraceError as error:
+            refusal = Refusal(400, str(error))
+        except Exception as error:  # ours: told to both sides, and the next request is another one
+            log.exception("the gateway failed to answer a request")
+            refusal = Refusal(500, f"the gateway failed: {type(error).__name__}: {error}", "internal_error")
+        return JSONResponse(dialect.error(refusal), refusal.status, _NO_RETRY)
+
+    async def _answer(self, dialect: Dialect, request: Request) -> Response:
+        session = self._session_of(request)
+        raw = await request.body()
+        warn = session.warn_once if self._settings.unsupported == "warn" else None
+        call = dialect.read(Fields(parse_json(raw), warn=warn), session)
+        task = session.start(call, _identity(request, raw))
+        gone = asyncio.create_task(_gone(request))
+        streaming = False
+        try:
+            wait_s = self._settings.keep_alive_s if call.stream else None
+            await asyncio.wait({task, gone}, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+            if call.stream and not gone.done():
+                if task.done():
+                    _result(task)  # while the status can still tell of a failure
+                streaming = True
+                return EventStream(self._frames(dialect, call, task), gone, task)
+            if not task.done():
+                return Response(status_code=499)  # nobody is there to read it
+            return JSONResponse(dialect.whole(call, _result(task)))
+        finally:
+            if not streaming:
+                gone.cancel()
+                task.cancel()  # of no effect on one that is done
+
+    async def _frames(self, dialect: Dialect, call: Call, task: asyncio.Task[Reply]) -> AsyncIterator[bytes]:
+        """The bytes of a stream: comments while the model is at work, then the whole reply in a few events."""
+        while not task.done():
+            await asyncio.wait({task}, timeout=self._settings.keep_alive_s)
+            if not task.done():
+                yield b": the model is at work\n\n"
+        try:
+            reply = _result(task)
+        except Refusal as refusal:
+            yield _frame(*dialect.error_event(refusal))
+            return
+        yield b"".join(_frame(name, data) for name, data in dialect.events(call, reply))
+
+    async def _count_tokens(self, request: Request) -> Response:
+        session = self._session_of(request)
+        fields = Fields(parse_json(await request.body()))
+        messages, tools = read_conversation(fields)
+        return JSONResponse({"input_tokens": session.count_tokens(messages, tools)})
+
+    async def _models(self, request: Request) -> Response:
+        self._session_of(request)
+        model = {"id": "headrace/agent", "object": "model", "created": 0, "owned_by": "headrace"}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    def _session_of(self, request: Request) -> Session:
+        """By the URL or, without one there, by the key, after the token if there is one."""
+        scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
+        key = bearer.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+        name = request.path_params.get("session")
+        if name is None:
+            name = key.rpartition(":")[2]
+        session = self._sessions.get(name)
+        if session is None:
+            known = "path" if request.path_params else "API key"
+            status = 404 if request.path_params else 401
+            raise Refusal(status, f"the {known} names no open session; a session ends with its episode", "no_session")
+        return session
+
+
+_running: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[Gateway]] = WeakKeyDictionary()
+
+
+async def running(settings: GatewaySection) -> Gateway:
+    """The gateway of this event loop."""
+    loop = asyncio.get_running_loop()
+    if loop not in _running:
+        _running[loop] = loop.create_task(_started(settings))
+    starting = _running[loop]
+    try:
+        return await asyncio.shield(starting)
+    except Exception:
+        if _running.get(loop) is starting:
+            del _running[loop]
+        raise
+
+
+async def close_running() -> None:
+    """End the gateway of this event loop, if there is one."""
+    starting = _running.pop(asyncio.get_running_loop(), None)
+    if starting is not None:
+        with contextlib.suppress(ConfigError):  # it never began
+            await (await starting).close()
+
+
+def _forget(gateway: Gateway) -> None:
+    """A gateway holds its event loop, which would never go away."""
+    loop = asyncio.get_running_loop()
+    known = _running.get(loop)
+    if known is None or not known.done() or known.cancelled() or known.exception() is not None:
+        return
+    if known.result() is gateway:
+        del _running[loop]
+
+
+async def _started(settings: GatewaySection) -> Gateway:
+    gateway = Gateway(settings)
+    await gateway.start()
+    return gateway
+
+
+def _token(settings: GatewaySection) -> str:
+    """The token itself; "$NAME" stands for a variable, so that no secret is written into a run's folder."""
+    token = settings.token or ""
+    if not token.startswith("$"):
+        return token
+    found = os.environ.get(token[1:], "")
+    if not found:
+        raise ConfigError(f'gateway.token is "{token}", and the environment has no such variable; set it')
+    return found
+
+
+def _listen(settings: GatewaySection) -> socket.socket:
+    return listen(settings.host, settings.port, "the gateway", "change gateway.host or gateway.port")
+
+
+def _refuse(path: str, status: int, sentence: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """What does not reach the routes, in the form of the API that was asked."""
+    dialect = next((one for one in DIALECTS if path.endswith(one.path)), DIALECTS[0])
+    return dialect.error(Refusal(status, sentence)), {} if status in (408, 503) else _NO_RETRY
+
+
+def _identity(request: Request, raw: bytes) -> Identity:
+    """A client's own key says all. The clients of OpenAI and Anthropic send none, but count their retries."""
+    key = request.headers.get("idempotency-key")
+    if key:
+        return Identity(f"key {key}", unique=True, retried=True)
+    path: str = request.scope["path"]
+    digest = hashlib.blake2b(path.encode() + b"\0" + raw, digest_size=16).hexdigest()
+    return Identity(digest, unique=False, retried=request.headers.get("x-stainless-retry-count", "0") not in ("0", ""))
+
+
+def _result(task: asyncio.Task[Reply]) -> Reply:
+    if task.cancelled():
+        raise Refusal(404, "the session has ended, and the call with it", "no_session")
+    return task.result()
+
+
+async def _gone(request: Request) -> None:
+    """Until the client has hung up."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _frame(name: str | None, data: dict[str, Any] | str) -> bytes:
+    text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    return f"event: {name}\ndata: {text}\n\n".encode() if name else f"data: {text}\n\n".encode()
+
+
+async def _no_such_route(request: Request, error: Exception) -> Response:
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    known = ", ".join(dialect.path for dialect in DIALECTS)
+    refusal = Refusal(status, f"there is no such route ({status}); POST to {known}, under the session's URL")
+    return JSONResponse(openai_error(refusal), status, _NO_RETRY)

@@ -1,0 +1,165 @@
+"""A session: one episode's model behind a URL of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from headrace.rollout.model_client import Model
+from headrace.rollout.gateway.wire import Call, Identity, Refusal, Reply
+from headrace.rollout.messages import ToolSchema
+from headrace.ledger.episode_record import DivergedReplay
+from headrace.data.task import Message
+from headrace.engines.base import DEFAULT_SAMPLING
+from headrace.errors import (
+    BudgetExceededError,
+    ConfigError,
+    DataError,
+    EngineError,
+    HeadraceError,
+    LedgerError,
+    PromptTooLongError,
+)
+
+
+class Session:
+    """Answers the calls that come in for one episode.
+
+    `limit` is the limit that the newest call met, and `fatal` what no program may hide: both are told to the workflow
+    in place of what its client made of them.
+    """
+
+    def __init__(self, model: Model, warn_once: Callable[[str], None]) -> None:
+        self.id = secrets.token_urlsafe(24)
+        self.model = model
+        self.limit: HeadraceError | None = None
+        self.fatal: Exception | None = None
+        self.broken = asyncio.Event()
+        """Set when `fatal` is: there is no point in going on."""
+        self.warn_once = warn_once
+        self._calls: set[asyncio.Task[Reply]] = set()
+        self._under_way: dict[str, asyncio.Task[Reply]] = {}
+        self._answers: dict[str, Reply] = {}
+        self._given_up: Counter[str] = Counter()
+        self._conversations: dict[str, tuple[Message, ...]] = {}
+
+    def start(self, call: Call, identity: Identity) -> asyncio.Task[Reply]:
+        """Begin to answer. A request that was made before gets the answer that was lost, if there is one."""
+        key = identity.key
+        earlier = self._under_way.get(key) if identity.unique else None
+        answer: Coroutine[Any, Any, Reply]
+        answer = self._again(call, key, earlier) if identity.retried else self._answer(call, key)
+        task = asyncio.create_task(answer)
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+        if identity.unique:
+            self._under_way[key] = task
+            task.add_done_callback(lambda done: self._ended(key, done))
+        return task
+
+    def conversation(self, response_id: str) -> tuple[Message, ...] | None:
+        """What was said up to a response, and the response."""
+        return self._conversations.get(response_id)
+
+    def count_tokens(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> int:
+        """Length of a prompt."""
+        return len(self.model.template.render(messages, tools))
+
+    async def close(self) -> None:
+        """End the calls under way; their clients are told that the session is over."""
+        calls = list(self._calls)
+        for task in calls:
+            task.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        self._answers.clear()
+        self._conversations.clear()
+
+    def _ended(self, key: str, task: asyncio.Task[Reply]) -> None:
+        if self._under_way.get(key) is task:
+            del self._under_way[key]
+
+    async def _again(self, call: Call, key: str, earlier: asyncio.Task[Reply] | None) -> Reply:
+        """The answer to a request that may have been answered before."""
+        if earlier is not None:
+            # its connection is gone, or there would be no retry; it may still come to its end before that is noticed
+            earlier.cancel()
+            await asyncio.wait({earlier})
+        if self._given_up[key]:  # of equal requests side by side, this is one that was not answered
+            self._given_up[key] -= 1
+            return await self._answer(call, key)
+        return self._answers.get(key) or await self._answer(call, key)
+
+    async def _answer(self, call: Call, key: str) -> Reply:
+        try:
+            output = await self._sample(call)
+        except HeadraceError as error:
+            raise self._refusal(error) from error
+        except Exception as error:
+            self._break(error)
+            raise Refusal(500, f"the call failed: {type(error).__name__}: {error}", "internal_error") from error
+        except asyncio.CancelledError:
+            self._given_up[key] += 1
+            raise
+        self.limit = None
+        decode = self.model.template.decode
+        tokens = tuple(decode([token]) for token in output.completion_ids) if call.logprobs else ()
+        reply = Reply(secrets.token_hex(12), int(time.time()), output, tokens, self._stopped_by(call, output))
+        self._answers[key] = reply
+        if call.prompt is None:
+            self._conversations[f"resp_{reply.id}"] = (*call.messages, output.message)
+        return reply
+
+    async def _sample(self, call: Call) -> Any:
+        sampling = self._sampling(call)
+        if call.prompt is not None:
+            return await self.model.complete(call.prompt, call.role, **sampling)
+        return await self.model.chat(call.messages, call.role, call.tools, **sampling)
+
+    def _sampling(self, call: Call) -> dict[str, Any]:
+        """What a client may change: a reply can be cut earlier. What is sampled from is the run's to say."""
+        own = self.model.sampling.filled(DEFAULT_SAMPLING)
+        for name, wish in call.wishes.items():
+            if wish != getattr(own, name):
+                self.warn_once(f"clients' {name} is ignored: the run file decides how replies are sampled")
+        changed: dict[str, Any] = {}
+        if call.max_tokens is not None and call.max_tokens < (own.max_tokens or 0):
+            changed["max_tokens"] = call.max_tokens
+        if call.stop:
+            changed["stop"] = (*(own.stop or ()), *call.stop)
+        return changed
+
+    def _stopped_by(self, call: Call, output: Any) -> str | None:
+        """The stop string that ended the reply."""
+        if not call.stop:
+            return None
+        whole = self.model.template.decode(output.completion_ids)
+        rest = whole[len(output.text) :]
+        return next((word for word in call.stop if rest.startswith(word)), None)
+
+    def _refusal(self, error: HeadraceError) -> Refusal:
+        """How a failed call is told to the client. None of these is worth a retry."""
+        match error:
+            case Refusal():
+                return error
+            case PromptTooLongError():
+                self.limit = error
+                return Refusal(400, str(error), "context_length_exceeded", "messages")
+            case BudgetExceededError():
+                self.limit = error
+                return Refusal(400, str(error), "budget_exceeded")
+            case DivergedReplay():
+                return Refusal(409, str(error), "diverged_replay")
+            case EngineError() | LedgerError():
+                self._break(error)
+                return Refusal(500, str(error), "engine_failed")
+            case ConfigError() | DataError():
+                return Refusal(400, str(error), "invalid_value")
+        return Refusal(400, str(error))
+
+    def _break(self, error: Exception) -> None:
+        self.fatal = error
+        self.broken.set()

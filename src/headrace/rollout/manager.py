@@ -1,0 +1,346 @@
+"""AgentLoopManager: runs a workflow over tasks, for training and for evaluation alike."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+from headrace.rollout.budget import Budget
+from headrace.rollout.chat import ChatTemplate
+from headrace.rollout.model_client import Model
+from headrace.ledger.episode_record import EpisodeRecord, Journal, NoJournal
+from headrace.rollout.store import Values, ValuesInMemory
+from headrace.rollout.workflow import Outcome, RunFunction, limit_met, until_no_room
+from headrace.data.episode import Episode, FinishReason, TerminationReason, Trajectory, is_number
+from headrace.data.seeds import derive_seed
+from headrace.data.task import Task
+from headrace.utils.deadline import Call, call_user
+from headrace.engines.base import Generates, SamplingParams
+from headrace.errors import (
+    DeadlineError,
+    EngineError,
+    HeadraceError,
+    LedgerError,
+    PromptTooLongError,
+    WorkflowError,
+    first_of,
+    is_infrastructure,
+)
+from headrace.judge.base import JudgeError, Judger, Verdict, ends_the_run
+from headrace.judge.router import GuardedJudger
+from headrace.utils.usercode import reason_of, where_it_failed
+
+log = logging.getLogger("headrace")
+
+_PAUSE_S = 0.25  # doubled before each retry
+_CLOSE_S = 60.0  # for a workflow or judger to give back what it holds
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutSpec:
+    """Which rollout this is: everything that its random numbers depend on."""
+
+    task: Task
+    group_id: int
+    rollout_idx: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What bounds episodes: how many at once, for how long, with what budget, and how often one is tried again."""
+
+    max_concurrent: int = 256
+    timeout_s: float = 600.0
+    budget: Budget = field(default_factory=Budget)
+    retries: int = 2
+
+
+class AgentLoopManager:
+    """Rolls tasks out, so many at once as the limits allow. A failure in user code fails that episode only."""
+
+    def __init__(
+        self,
+        run: RunFunction,
+        engine: Generates,
+        chat: ChatTemplate,
+        judger: Judger | None,
+        limits: Limits | None = None,
+        needs_reward: Callable[[str], bool] = lambda role: True,
+        training: bool = True,
+        journal: Journal | None = None,
+        new_model: Callable[..., Model] = Model,
+    ) -> None:
+        self._run = run
+        self._new_model = new_model
+        self._engine = engine
+        self._chat = chat
+        self._judger = judger
+        self._limits = limits = limits or Limits()
+        self._needs_reward = needs_reward
+        self._training = training
+        self.journal = journal or NoJournal()
+        self.values: Values = ValuesInMemory()
+        """What episodes remember for each other."""
+        self._places = asyncio.Semaphore(limits.max_concurrent)
+
+    async def roll_out_group(
+        self, task: Task, group_id: int, count: int, seed: int, sampling: SamplingParams,
+        on_episode: Callable[[Episode], None] | None = None, known: Mapping[int, Episode] = MappingProxyType({}),
+    ) -> list[Episode]:  # fmt: skip
+        """`count` rollouts of one task. Their seeds depend on (seed, group_id, rollout_idx) only.
+
+        `known` holds episodes that were rolled out before a crash.
+        """
+
+        async def one(index: int) -> Episode:
+            spec = RolloutSpec(task, group_id, index, derive_seed(seed, group_id, index))
+            episode = known[index] if index in known else await self.roll_out(spec, sampling)
+            if on_episode is not None:
+                on_episode(episode)
+            return episode
+
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(index)) for index in range(count)]
+        return [task.result() for task in tasks]
+
+    async def roll_out(self, spec: RolloutSpec, sampling: SamplingParams) -> Episode:
+        """One episode, judged. User failures and time-outs come back as failed episodes; engine failures are raised.
+
+        A prompt that outgrows the model ends the episode; it has failed only if nothing was said before.
+        """
+        async with self._places:
+            record = self.journal.open(spec.group_id, spec.rollout_idx, spec.seed)
+            retries = 0
+            while True:
+                episode, broke = await self._attempt(spec, sampling, record)
+                if record.diverged or record.unused:
+                    why = "the workflow did not do again what it did before the crash"
+                elif broke and retries < self._limits.retries:
+                    why, retries = str(episode.error), retries + 1
+                    await asyncio.sleep(_PAUSE_S * 2**retries)
+                else:
+                    break
+                log.warning("the episode of task %s is restarted: %s", spec.task.id, why)
+                record = self.journal.restart(record)
+            if episode.attempt != record.attempt:
+                episode = replace(episode, attempt=record.attempt)
+            record.finished(episode)
+            return episode
+
+    def figures(self) -> dict[str, float]:
+        """How judging goes: verdicts that could not be had, and what one takes."""
+        judger = self._judger
+        if not isinstance(judger, GuardedJudger):
+            return {}
+        took_s = {"time/judge_s": judger.time_s / judger.judged} if judger.judged else {}
+        return {"judge/failed": float(judger.failed), **took_s}
+
+    @property
+    def workflow(self) -> Any:
+        """The object whose `run` the episodes are; None if it is a function."""
+        return getattr(self._run, "__self__", None)
+
+    @property
+    def judger(self) -> Judger | None:
+        """Who scores the episodes."""
+        return self._judger
+
+    async def _attempt(
+        self, spec: RolloutSpec, sampling: SamplingParams, record: EpisodeRecord
+    ) -> tuple[Episode, bool]:
+        """The episode, and whether it failed for a reason that may be gone at the next attempt."""
+        values = self.values if self._training else ValuesInMemory(self.values)
+        model = self._new_model(
+            self._engine, self._chat, sampling, spec.seed, self._training, record, self._limits.budget, values
+        )
+        call = Call("the workflow", self._limits.timeout_s)
+        model.give_up = call.expire
+        try:
+            return await call.run(lambda: self._episode(spec, model)), False
+        except Exception as error:
+            _raise_if_not_the_users(model.failure or error)
+            if call.late:
+                late = f"took longer than {self._limits.timeout_s:g} s"
+                return _failed(spec, model, TerminationReason.TIMEOUT, late), False
+            # user code: the episode fails, its siblings and the run go on
+            reason = limit_met(error) or TerminationReason.ERROR
+            again = not (isinstance(error, JudgeError) and error.tried_again)
+            if isinstance(error, JudgeError):
+                reason, error = TerminationReason.JUDGE, error.__cause__ or error
+            error = first_of(error)  # of a TaskGroup in the workflow
+            if not record.diverged:
+                log.warning("episode of task %s failed: %s", spec.task.id, where_it_failed(error))
+            return _failed(spec, model, reason, reason_of(error)), again and is_infrastructure(error)
+        finally:
+            model.end()
+
+    async def _episode(self, spec: RolloutSpec, model: Model) -> Episode:
+        """What user code makes of the task: workflow and judger."""
+        own = copy.deepcopy(spec.task)  # a workflow that changes its task changes no sibling's
+        outcome = await until_no_room(self._run, own, model)
+        if model.failure is not None:  # which the workflow has caught
+            raise model.failure
+        return await self._judge(spec.task, _to_episode(outcome, model, spec), model)
+
+    async def _judge(self, task: Task, episode: Episode, model: Model) -> Episode:
+        if episode.failed:
+            return episode
+        _require_finite_rewards(episode)
+        if all(t.final_reward is not None for t in episode.trajectories):
+            return episode
+        if self._judger is None and not self._lacks_reward(episode):
+            return episode
+        if self._judger is None:
+            cut = episode.termination == TerminationReason.LENGTH
+            raise WorkflowError(
+                "the workflow returned no reward and the run has no judger; return a number or set workflow.judger"
+                + ("; where a prompt may outgrow the model, the workflow can catch PromptTooLongError" if cut else "")
+            )
+        verdict = await self._verdict(self._judger, task, episode, model)
+        if not math.isfinite(verdict.reward):
+            raise WorkflowError(f"the judger gave the reward {verdict.reward}; a reward must be a finite number")
+        trajectories = tuple(
+            replace(t, reward=verdict.reward if t.final_reward is None else t.final_reward)
+            for t in episode.trajectories
+        )
+        correct = episode.is_correct if episode.is_correct is not None else verdict.is_correct
+        return replace(
+            episode, trajectories=trajectories, is_correct=correct, metrics={**episode.metrics, **verdict.metrics}
+        )
+
+    async def _verdict(self, judger: Judger, task: Task, episode: Episode, model: Model) -> Verdict:
+        async def judge() -> Any:
+            try:
+                verdict = await judger.judge(task, episode)
+            except Exception as error:
+                if isinstance(error, JudgeError) or ends_the_run(error):
+                    raise
+                raise JudgeError(f"{type(error).__name__}: {error}") from error
+            correct = None if verdict.is_correct is None else bool(verdict.is_correct)
+            return [verdict.reward, correct, {name: float(value) for name, value in verdict.metrics.items()}]
+
+        return Verdict(*await model.recorded("judger", judger.label, [task.id, episode.text], judge))
+
+    def _lacks_reward(self, episode: Episode) -> bool:
+        """Whether a reward is missing that training, or evaluation, cannot do without."""
+        without = [t for t in episode.trajectories if t.final_reward is None]
+        if not self._training:
+            return len(without) == len(episode.trajectories)
+        return any(self._needs_reward(t.name) and not _brings_advantages(t) for t in without)
+
+
+async def start_workflows(managers: Sequence[AgentLoopManager], limit_s: float) -> None:
+    """Call `start` of each workflow that has one, once, before its first episode."""
+    for workflow in _distinct(manager.workflow for manager in managers):
+        if callable(getattr(workflow, "start", None)):
+            what = f"start of the workflow {type(workflow).__name__}"
+            try:
+                await call_user(what, workflow.start, limit_s=limit_s)
+            except Exception as error:
+                if isinstance(error, HeadraceError):
+                    raise
+                raise WorkflowError(f"{what} failed: {where_it_failed(error)}") from error
+
+
+async def close_all(managers: Sequence[AgentLoopManager]) -> None:
+    """Let each workflow and judger, which managers may share, give back what it holds, once."""
+    failures: list[Exception] = []
+    for holder in _distinct([*(m.workflow for m in managers), *(m.judger for m in managers)]):
+        if callable(getattr(holder, "close", None)):
+            try:
+                await call_user(f"close of {type(holder).__name__}", holder.close, limit_s=_CLOSE_S)
+            except DeadlineError as error:  # the run is over, and sound
+                log.warning("%s; it is not waited for any longer", error)
+            except Exception as error:
+                failures.append(error)
+    if failures:
+        raise failures[0]
+
+
+def _distinct(holders: Iterable[Any]) -> list[Any]:
+    return list({id(holder): holder for holder in holders if holder is not None}.values())
+
+
+def _brings_advantages(trajectory: Trajectory) -> bool:
+    """Whether a workflow or its teacher says what training needs to know; Steps left out get zeros."""
+    return any(step.advantage is not None or step.teacher_messages is not None for step in trajectory.steps)
+
+
+def _require_finite_rewards(episode: Episode) -> None:
+    for trajectory in episode.trajectories:
+        for reward in (trajectory.reward, *(step.reward for step in trajectory.steps)):
+            if reward is not None and not math.isfinite(reward):
+                raise WorkflowError(
+                    f'the workflow gave role "{trajectory.name}" the reward {reward}; a reward must be a finite number'
+                )
+
+
+def _to_episode(outcome: Outcome, model: Model, spec: RolloutSpec) -> Episode:
+    identity: dict[str, Any] = {
+        "task_id": spec.task.id,
+        "group_id": spec.group_id,
+        "rollout_idx": spec.rollout_idx,
+        "seed": spec.seed,
+        "source": spec.task.source,
+    }
+    diverged = {"diverged_prefixes": float(model.diverged_prefixes)} if model.diverged_prefixes else {}
+    known = sum(len(step.response_ids) for t in model.trajectories() for step in t.steps)
+    if model.spending.tokens > known:  # of a model behind a URL, which counts its tokens and does not tell them
+        diverged["response_tokens"] = float(model.spending.tokens)
+    if isinstance(outcome, Episode):
+        episode = replace(outcome, metrics={**diverged, **outcome.metrics}, **identity)
+    else:
+        trajectories = _to_trajectories(outcome, model)
+        cut = any(t.steps and t.steps[-1].finish_reason != FinishReason.STOP for t in trajectories)
+        reason = model.spending.met or (TerminationReason.LENGTH if cut else TerminationReason.DONE)
+        episode = Episode(trajectories=tuple(trajectories), termination=reason, metrics=diverged, **identity)
+    if not episode.failed and not any(t.steps for t in episode.trajectories):
+        raise WorkflowError("the workflow made no model call and returned no steps, so there is nothing to train")
+    return episode
+
+
+def _to_trajectories(outcome: Outcome, model: Model) -> list[Trajectory]:
+    if outcome is None:
+        return model.trajectories()
+    if is_number(outcome):
+        return model.trajectories(float(outcome))  # type: ignore[arg-type]
+    found: Sequence[Any] = outcome if isinstance(outcome, list) else [outcome]
+    wrong = [type(item).__name__ for item in found if not isinstance(item, Trajectory)]
+    if wrong:
+        raise WorkflowError(
+            "a workflow returns an Episode, a Trajectory, a list of Trajectories, a number or None, got "
+            f"{'a list with ' if isinstance(outcome, list) else ''}{wrong[0]}"
+        )
+    return list(found)
+
+
+def _failed(spec: RolloutSpec, model: Model, reason: TerminationReason, error: str) -> Episode:
+    return Episode(
+        task_id=spec.task.id,
+        trajectories=tuple(model.trajectories()),
+        group_id=spec.group_id,
+        rollout_idx=spec.rollout_idx,
+        seed=spec.seed,
+        source=spec.task.source,
+        termination=reason,
+        is_correct=False,
+        error=error,
+    )
+
+
+def _raise_if_not_the_users(error: BaseException) -> None:
+    """Raise what ends more than the episode: a failure of engine or ledger, or of a judger that is to."""
+    if isinstance(error, (EngineError, LedgerError)) and not isinstance(error, PromptTooLongError):
+        raise error
+    if isinstance(error, JudgeError) and error.stop:
+        raise error
+    if isinstance(error, BaseExceptionGroup):  # of a TaskGroup in the workflow
+        for inner in error.exceptions:
+            _raise_if_not_the_users(inner)

@@ -1,0 +1,1 @@
+"""The run directory: its lock, checkpoints with their manifest, and random states."""

@@ -1,0 +1,277 @@
+"""The run directory: found, claimed and described in one place."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace.run.checkpoint import is_checkpoint, list_checkpoints
+from headrace.config import RunConfig
+from headrace.ledger import LedgerReader
+from headrace.ledger.files import ledger_file
+from headrace.utils.durable import write_durably
+from headrace.errors import ConfigError, LedgerError
+from headrace.tracking.notices import RunLog
+from headrace.registry import nearest
+from headrace.config.compatibility import check_branching, check_going_on, check_numerics
+from headrace.run.lock import RunFolderInUseError, RunLock
+from headrace.run.checkpoint_writer import tidy
+from headrace.tracking.jsonl import FILE_NAME, read_rows
+
+_FINISHED, _CONFIG, _NUMERICS = "finished", "config.json", "numerics.json"
+_WORDS = ("auto", "never")
+_OURS = (_CONFIG, "lock", "log.txt", "ledger.sqlite", "store.sqlite", FILE_NAME, "tensorboard", "checkpoints", "spill")
+"""How the names of all files begin that a run makes before its first step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A run folder that is this process's alone."""
+
+    folder: Path
+    goes_on: bool
+    """Whether it holds work of this run already. If not, whatever is in it is left over from a start that failed."""
+    start_from: Path | None = None
+    """The checkpoint, or the run folder, that the run starts from if it has no checkpoint of its own."""
+    notes: tuple[str, ...] = ()
+    """What a person should be told."""
+
+
+@contextmanager
+def claim_run_dir(config: RunConfig, numerics: dict[str, str] | None = None) -> Iterator[Claim]:
+    """Choose the run's folder, lock it, check what is in it against the configuration, and write that down.
+
+    `run.resume` says which folder. "auto" goes on with an unfinished run in DIR/NAME, and leaves a finished one alone:
+    the run gets NAME-2, NAME-3 …. "never" leaves both alone. A path starts from there in a folder that holds no other
+    run; but the path of this very folder goes on with the run in it, even if it is finished. `numerics` is what the
+    bits of a deterministic run depend on beside the configuration; it is recorded, and must stay the same.
+    """
+    source = _source(config)
+    base = config.run.dir / config.run.name
+    folder, lock, made = _lock_one(config, base, source)
+    try:
+        with _writable(folder):
+            claim = _enter(config, folder, source, numerics)
+        yield claim
+    except BaseException:
+        _remove_failed_start(folder, made)
+        raise
+    finally:
+        lock.release()
+
+
+def mark_finished(run_dir: Path, summary: dict[str, float]) -> None:
+    """Record that the run is complete."""
+    with _writable(run_dir):
+        write_durably(run_dir / _FINISHED, json.dumps(summary, indent=2) + "\n")
+
+
+def stored_config(folder: Path) -> dict[str, Any] | None:
+    """The configuration that a run was last started with; None if the folder holds no run."""
+    path = folder / _CONFIG
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"cannot read {path}, with which the run was begun: {error}; put it back from a copy, or start a new run "
+            f'with run.resume = "never"'
+        ) from None
+    if not isinstance(values, dict):
+        raise ConfigError(f'{path} holds no configuration; start a new run with run.resume = "never"')
+    return values
+
+
+def stored_numerics(folder: Path) -> dict[str, str]:
+    """What the bits of the run depend on beside its configuration; empty if that is not known."""
+    path = folder / _NUMERICS
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f'cannot read {path}: {error}; put it back from a copy, or start a new run with run.resume = "never"'
+        ) from None
+
+
+def holds_work(folder: Path) -> bool:
+    """Whether something would be lost if the folder were begun anew: a checkpoint, a step, or a recorded episode."""
+    if any((folder / "checkpoints").glob("step_*")) or max(read_rows(folder / FILE_NAME), default=0) > 0:
+        return True
+    if not ledger_file(folder).exists():
+        return False
+    try:
+        with LedgerReader.read(folder) as ledger:
+            return ledger.last_group_id() is not None
+    except LedgerError:  # killed while it was made, or damaged: who opens it for writing will tell
+        return True
+
+
+# ---- which folder ----------------------------------------------------------------------------------------------------
+
+
+def _source(config: RunConfig) -> Path | None:
+    """The path that `run.resume` names, if it names one."""
+    word = config.run.resume
+    if word in _WORDS:
+        return None
+    path = Path(word).expanduser()
+    if not word or not path.is_dir():
+        raise ConfigError(
+            f'run.resume must be "auto", "never" or a folder with checkpoints, got "{word}"{nearest(word, _WORDS)}'
+        )
+    return path
+
+
+def _lock_one(config: RunConfig, base: Path, source: Path | None) -> tuple[Path, RunLock, list[Path]]:
+    """The folder, its lock, and which folders were made for it, the innermost first."""
+    folder, number = base, 1
+    while True:
+        if _is_free(config, folder, source):
+            with _writable(folder):
+                made = [path for path in (folder, *folder.parents) if not path.exists()]
+                folder.mkdir(parents=True, exist_ok=True)
+                lock = _lock(config, folder)
+            if lock is not None:
+                if _is_free(config, folder, source):  # still, now that no one else can change it
+                    return folder, lock, made
+                lock.release()
+        number += 1
+        folder = base.with_name(f"{base.name}-{number}")
+
+
+def _lock(config: RunConfig, folder: Path) -> RunLock | None:
+    try:
+        return RunLock(folder)
+    except RunFolderInUseError:
+        if config.run.resume == "never":  # someone else was faster
+            return None
+        raise
+
+
+def _is_free(config: RunConfig, folder: Path, source: Path | None) -> bool:
+    """Whether the run may go on, or begin, in a folder."""
+    if _is_own(folder, source):
+        return True
+    if (folder / _FINISHED).exists():
+        return False
+    if config.run.resume == "auto" or not ((folder / _CONFIG).exists() or holds_work(folder)):
+        return True
+    # the same command again goes on with what it began
+    return source is not None and (stored_config(folder) or {}).get("run", {}).get("resume") == config.run.resume
+
+
+def _is_own(folder: Path, source: Path | None) -> bool:
+    return source is not None and folder.resolve() == source.resolve()
+
+
+def _remove_failed_start(folder: Path, made: list[Path]) -> None:
+    """Of a run that ended before it had done anything, no folder is left that was made for it.
+
+    What was there before stays, and so does whatever this does not know: it may be the user's.
+    """
+    with suppress(OSError):
+        if not made or holds_work(folder) or _holds_evaluation(folder):
+            return
+        found = list(folder.iterdir())
+        if any(not entry.name.startswith(_OURS) for entry in found):
+            return
+        for entry in found:
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        for path in made:
+            path.rmdir()
+
+
+def _holds_evaluation(folder: Path) -> bool:
+    if read_rows(folder / FILE_NAME):
+        return True
+    if not ledger_file(folder).exists():
+        return False
+    with LedgerReader.read(folder) as ledger:
+        return bool(ledger.evaluations())
+
+
+# ---- what is in it ---------------------------------------------------------------------------------------------------
+
+
+def _enter(config: RunConfig, folder: Path, source: Path | None, numerics: dict[str, str] | None) -> Claim:
+    """Check before anything is written: a refused start leaves the folder as it was."""
+    own, goes_on = _is_own(folder, source), holds_work(folder)
+    stored = stored_config(folder) if goes_on or own else None
+    notes = _which(config, folder)
+    if own and stored is None:
+        raise ConfigError(f"{folder} holds no run to go on with (it has no {_CONFIG}); give the folder of a run")
+    if goes_on:
+        unknown = f"{folder} has no {_CONFIG}: whether it was begun with other settings is not known"
+        notes += [unknown] if stored is None else check_going_on(stored, config, folder)
+        check_numerics(stored_numerics(folder), numerics or {}, folder)
+    elif source is not None and not own:
+        notes += _check_source(config, source)
+    if own and (folder / _FINISHED).exists():
+        _reopen(folder, stored or {}, config)
+    tidy(folder)
+    if own and stored is not None:  # where the run began is not forgotten for how it was last gone on with
+        config = _with_resume(config, stored.get("run", {}).get("resume", "auto"))
+        source = None if config.run.resume in _WORDS else Path(config.run.resume).expanduser()
+    write_durably(folder / _CONFIG, config.model_dump_json(indent=2) + "\n")
+    if numerics:
+        write_durably(folder / _NUMERICS, json.dumps(numerics, indent=2) + "\n")
+    return Claim(folder, goes_on, source, tuple(notes))
+
+
+def _with_resume(config: RunConfig, word: str) -> RunConfig:
+    return config.model_copy(update={"run": config.run.model_copy(update={"resume": word})})
+
+
+def _which(config: RunConfig, folder: Path) -> list[str]:
+    name = config.run.name
+    if folder.name == name:
+        return []
+    why = "finished" if (folder.with_name(name) / _FINISHED).exists() else "left alone"
+    return [f"{name} is {why}; this run is {folder.name}"]
+
+
+def _check_source(config: RunConfig, source: Path) -> list[str]:
+    if not is_checkpoint(source) and not list_checkpoints(source):
+        raise ConfigError(
+            f"run.resume is {source}, which is neither a checkpoint nor a run folder with one; "
+            f'give one of them, "auto" or "never"'
+        )
+    home = source.resolve().parent.parent if is_checkpoint(source) else source
+    stored = stored_config(home)
+    return [] if stored is None else check_branching(stored, config, source)
+
+
+def _reopen(folder: Path, stored: dict[str, Any], config: RunConfig) -> None:
+    """Go on with a finished run, if there is something left to do and something to go on from."""
+    done = stored.get("trainer", {}).get("steps", 0)
+    if config.trainer.steps <= done:
+        raise ConfigError(f"{folder} is finished after {done} steps; give a larger --trainer.steps to go on with it")
+    if not list_checkpoints(folder):
+        raise ConfigError(f"{folder} is finished and has no checkpoint to go on from; start a new run")
+    (folder / _FINISHED).unlink()
+
+
+@contextmanager
+def _writable(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write the run folder {folder}: {error.strerror or error}; make room or make it writable, or "
+            f"choose another with --run-dir"
+        ) from None
+
+
+def log_to_file(run_dir: Path) -> logging.Handler:
+    """Send Headrace's log to log.txt; returns the handler, to be closed at the end."""
+    with _writable(run_dir):
+        return RunLog(run_dir / "log.txt")

@@ -1,0 +1,88 @@
+"""What a training batch looked like, as metrics."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import chain, compress
+from statistics import fmean, mean, pstdev
+
+from headrace.algorithms.filters import is_uniform
+from headrace.config import AlgorithmSection
+from headrace.data.episode import TrajectoryGroup
+from headrace.data.sample import NO_VERSION, Sample
+from headrace.tracking.metrics import MetricsAggregator, Reducer
+from headrace.scheduling.buffer import FinishedGroup
+
+
+def batch_metrics(finished: Sequence[FinishedGroup], samples: Sequence[Sample], version: int) -> MetricsAggregator:
+    """Rewards, lengths, staleness and the users' own episode metrics."""
+    metrics = MetricsAggregator()
+    episodes = [episode for item in finished for episode in item.episodes if not episode.failed]
+    groups = [group for item in finished for group in item.groups if group.has_rewards and _is_sampled(group)]
+    rewards = [reward for group in groups for reward in group.rewards()]
+    if rewards:
+        metrics.record("reward/mean", _mean(rewards), Reducer.MEAN)
+        metrics.record("reward/std", pstdev(rewards), Reducer.MEAN)
+        metrics.record("reward/uniform_groups", fmean(is_uniform(group) for group in groups), Reducer.MEAN)
+    names = {group.name for group in groups}
+    for group in groups if len(names) > 1 else ():
+        for reward in group.rewards():
+            metrics.record(f"reward/{group.name}/mean", reward, Reducer.MEAN)
+    for episode in episodes:
+        metrics.record("tokens/generated", episode.generated_tokens, Reducer.SUM)
+        metrics.record("response/length_mean", episode.response_tokens, Reducer.MEAN)
+        metrics.record("response/cut_share", episode.termination == "length", Reducer.MEAN)
+        metrics.record_all(episode.metrics, Reducer.MEAN, prefix="episode/")
+    versions = Counter(chain.from_iterable(compress(sample.versions, sample.loss_mask) for sample in samples))
+    del versions[NO_VERSION]
+    if versions:
+        average = sum(sampled * tokens for sampled, tokens in versions.items()) / versions.total()
+        metrics.record("staleness/max", version - min(versions), Reducer.MAX)
+        metrics.record("staleness/mean", version - average, Reducer.MEAN)
+    failed = sum(item.failed for item in finished)
+    if failed:
+        metrics.record("batch/failed", failed, Reducer.SUM)
+    metrics.record("batch/rows", len(samples), Reducer.SUM)
+    metrics.record("batch/tokens", sum(len(sample.tokens) for sample in samples), Reducer.SUM)
+    return metrics
+
+
+class RewardsBeforeFilters:
+    """The rewards of all groups as they became complete: what `reward/mean` would be if no filter dropped any."""
+
+    def __init__(self, algorithm: AlgorithmSection) -> None:
+        self._untrained = {name for name, role in algorithm.roles.items() if not role.train}
+        self._rewards: list[float] = []
+
+    def add(self, group: FinishedGroup) -> None:
+        """A group is complete, dropped or not. Failed episodes have no reward to count."""
+        self._rewards += [
+            trajectory.final_reward
+            for episode in group.episodes
+            if not episode.failed
+            for trajectory in episode.trajectories
+            if trajectory.final_reward is not None
+            and trajectory.name not in self._untrained
+            and any(step.versions is not None for step in trajectory.steps)
+        ]
+
+    def metrics(self) -> MetricsAggregator:
+        """Of the groups that were added since this was last asked."""
+        metrics, rewards = MetricsAggregator(), self._rewards
+        self._rewards = []
+        if rewards:
+            metrics.record("reward/before_filters/mean", _mean(rewards), Reducer.LAST)
+        return metrics
+
+
+def _mean(values: Sequence[float]) -> float:
+    try:
+        return fmean(values)
+    except OverflowError:  # of the sum; their mean is a float
+        return mean(values)
+
+
+def _is_sampled(group: TrajectoryGroup) -> bool:
+    """Whether the policy said any of it; the rewards of demonstrations and given pairs say nothing of the policy."""
+    return any(step.versions is not None for trajectory in group.trajectories for step in trajectory.steps)

@@ -1,0 +1,1 @@
+"""The same scheduling on a virtual clock, without a model."""

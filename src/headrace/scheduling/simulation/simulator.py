@@ -1,0 +1,329 @@
+"""A training run on a virtual clock: the very same coordinator, buffer and staleness policy, and no model.
+
+Events are a group that becomes whole and a piece of a step that is learned. Between them, the producer starts what the
+coordinator admits and the learner takes what the buffer has, by the trainer's own rules. Not simulated: the forward
+pass in which `trust` measures old rows, pauses of the engine while it swaps weights, evaluation and checkpoints; that
+episodes of a group end one by one; and that groups take longer the more of them run.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import Counter, deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from headrace.config.rules import ONE_GROUP
+from headrace.config import RunConfig
+from headrace.config.conditions import chosen
+from headrace.data.sample import Sample
+from headrace.data.seeds import derive_seed
+from headrace.errors import ConfigError
+from headrace.tracking.metrics import MetricsAggregator
+from headrace.algorithms.batching import to_samples
+from headrace.scheduling.buffer import FinishedGroup, TrajectoryGroupBuffer
+from headrace.scheduling.coordinator import SyncCoordinator
+from headrace.scheduling.durations import Durations, durations_of
+from headrace.scheduling.staleness import StalenessPolicy
+from headrace.scheduling.simulation.tally import Outcome, Tally
+from headrace.scheduling.simulation.virtual import VirtualGroup, VirtualPolicy, VirtualRollouts, VirtualTasks
+from headrace.registry import resolve
+
+_ROUNDING = 1e-9
+
+
+def simulate(config: RunConfig, durations: Durations | None = None, *, ends: bool = False) -> Outcome:
+    """Simulate `simulate.steps` training steps. With `ends`, nothing is started that those steps do not need."""
+    check_simulated(config)
+    return Simulation(config, durations or durations_of(config), ends=ends).run()
+
+
+def check_simulated(config: RunConfig) -> None:
+    """Raise ConfigError for what a simulation would leave out without a word."""
+    section = config.simulate
+    if config.algorithm.objective != "rl":
+        raise ConfigError(
+            f"a simulation is of rollouts that are trained by advantages, got algorithm.objective = "
+            f'"{config.algorithm.objective}"; use "rl"'
+        )
+    if config.filters.min_partial_tasks:
+        raise ConfigError("filters.min_partial_tasks is not simulated; remove it, or set it to 0")
+    if (section.warmup or 0) >= section.steps:
+        raise ConfigError(
+            f"simulate.warmup is {section.warmup} of {section.steps} steps, which leaves none to count; "
+            f"lower it or raise simulate.steps"
+        )
+
+
+class _Event(NamedTuple):
+    """A group that becomes whole or, with None, a training step that is done. Numbered, so that ties have an order."""
+
+    at_s: float
+    number: int
+    group_id: int | None
+
+
+class Simulation:
+    """One run. `now_s` is the virtual clock."""
+
+    def __init__(self, config: RunConfig, durations: Durations, *, ends: bool = False) -> None:
+        section, trainer, produce = config.simulate, config.trainer, config.produce
+        self._config = config
+        self._durations = durations
+        self._steps = section.steps
+        self._warmup = section.steps // 4 if section.warmup is None else section.warmup
+        self._policy: StalenessPolicy = resolve("staleness", trainer.staleness)(trainer.max_staleness)
+        self.coordinator = SyncCoordinator(
+            self._policy,
+            config.fresh_groups,
+            over_sample=produce.over_sample,
+            capacity=produce.capacity,
+            batches=self._steps if ends else None,
+            largest_step=trainer.batch_size,
+        )
+        self.buffer = TrajectoryGroupBuffer(config)
+        self._places = max(1, config.rollout.max_concurrent // config.rollout.group_size)
+        self._tasks = VirtualTasks(config, durations)
+        self._rollouts = VirtualRollouts(section.tokens)
+        self._drift = VirtualPolicy(section.drift, config.run.seed)
+        self._learn_rng = random.Random(derive_seed("simulate", "learn", config.run.seed))
+        self.now_s = 0.0
+        self._events: list[_Event] = []
+        self._drawn = 0  # tasks of opened batches that have not started
+        self._queue: deque[VirtualGroup] = deque()  # started, and waiting for a place to run in
+        self._running = 0
+        self._groups: dict[int, VirtualGroup] = {}
+        self._numbers = 0
+        stream = trainer.stream if trainer.stream is not None else trainer.placement == "separate"
+        self._streams = stream and trainer.updates_per_batch == 1 and chosen(config.algorithm, "estimator") <= ONE_GROUP
+        self._learning = False
+        self._step: list[FinishedGroup] = []
+        self._again: list[FinishedGroup] = []
+        self._begin_step()
+        self.tally = self._new_tally()
+
+    def _new_tally(self) -> Tally:
+        tokens = self._config.simulate.tokens * self._config.rollout.group_size
+        return Tally(self.now_s, self.coordinator.version, self._places, tokens)
+
+    def run(self) -> Outcome:
+        """To the end of the last step."""
+        while self.coordinator.version < self._steps:
+            self.advance()
+        return self.tally.outcome(self.now_s, self.coordinator.account())
+
+    def advance(self) -> None:
+        """Everything that can happen now, and then the next event."""
+        self._produce()
+        self._learn()
+        self._produce()  # what the learner took has made room, before any time passes
+        if not self._events:
+            raise ConfigError(
+                f"nothing can happen any more after {self.coordinator.version} simulated steps: "
+                f"{self.coordinator.waiting} groups wait, none runs, and a step needs {self._size}; "
+                f"raise produce.capacity or produce.over_sample"
+            )
+        event = heapq.heappop(self._events)
+        self.tally.time_passed(event.at_s - self.now_s, self._learning, min(self._running, self._places))
+        self.now_s = event.at_s
+        if event.group_id is None:
+            self._learned()
+        else:
+            self._became_whole(self._groups[event.group_id])
+
+    def _push(self, after_s: float, group_id: int | None) -> None:
+        self._numbers += 1
+        heapq.heappush(self._events, _Event(self.now_s + after_s, self._numbers, group_id))
+
+    # ---- generation -----------------------------------------------------------------------------------------------
+
+    def _produce(self) -> None:
+        """Open batches and start their groups, as far as the coordinator admits."""
+        while True:
+            if not self._drawn:
+                if not self.coordinator.may_open_batch():
+                    return
+                self.coordinator.open_batch()
+                self._drawn = self._config.fresh_groups
+            while self._drawn:
+                if not self.coordinator.may_start():
+                    return
+                self._drawn -= 1
+                self._start()
+
+    def _start(self) -> None:
+        group = self._tasks.draw()
+        self._groups[group.group_id] = group
+        self.coordinator.started(group.group_id, self._config.rollout.group_size)
+        self.tally.group_submitted(group)
+        self._queue.append(group)
+        self._fill_places()
+
+    def _fill_places(self) -> None:
+        while self._queue and (self._running < self._places or self._durations.hold_waiting):
+            group = self._queue.popleft()
+            group.begun_s = self.now_s
+            self._running += 1
+            self._push(group.seconds, group.group_id)
+
+    def _became_whole(self, group: VirtualGroup) -> None:
+        self._running -= 1
+        finished = None
+        for episode in self._rollouts.episodes(group):
+            finished = self.buffer.add_episode(episode, self._config.rollout.group_size)
+        assert finished is not None
+        self.coordinator.settled(failed=finished.failed, filtered=finished.filtered)
+        if finished.dropped_because is None:
+            self.coordinator.became_whole(group.group_id, finished.oldest_version)
+        else:
+            self.coordinator.gone(group.group_id)
+            self.tally.group_ended(self._groups.pop(group.group_id), 0)
+            self._start()
+        self._fill_places()
+
+    # ---- learning -------------------------------------------------------------------------------------------------
+
+    def _learn(self) -> None:
+        """Begin a step or, when streaming, go on with it, if what it needs is there."""
+        if self.coordinator.paused:
+            self._publish_if_drained()
+        while not self._learning and not self.coordinator.paused:
+            wanted = self._size - len(self._step)
+            count, first = self._takeable(wanted)
+            if not count and (wanted > 0 or self.coordinator.due()):
+                return
+            self._learn_from(self.buffer.take(count, first))
+
+    def _takeable(self, wanted: int) -> tuple[int, list[int]]:
+        """How many whole groups the step may take now, of those it still wants (0: wait), and which of them first."""
+        self._drop_stale()
+        due = self.coordinator.due()
+        late = sum(group_id not in self.buffer for group_id in due)
+        ready = len(self.buffer)
+        if not self._streams:
+            enough = max(wanted, len(due))
+            return (enough if not late and ready >= enough else 0), due
+        if self._config.run.deterministic:
+            in_order, enough = self.coordinator.whole_in_order(), max(wanted, 0)
+            now = [*in_order[:enough], *(group_id for group_id in in_order[enough:] if group_id in due)]
+            return len(now), now
+        return max(min(ready, wanted - late), min(ready, len(due) - late)), due
+
+    def _drop_stale(self) -> None:
+        stale = self.coordinator.stale()
+        for group in self.buffer.take(len(stale), first=stale) if stale else ():
+            self.coordinator.gone(group.group_id)
+            self.coordinator.settled(stale=group.kept)
+            self.tally.group_ended(self._groups.pop(group.group_id), 0)
+            self._start()
+
+    def _learn_from(self, piece: list[FinishedGroup]) -> None:
+        """Learn from some groups of a step, and from those of earlier steps with the last of them."""
+        for group in piece:
+            self.coordinator.taken(group.group_id)
+        self._step += piece
+        self._complete = len(self._step) >= self._size and not self.coordinator.due()
+        again = self._config.trainer.batch_size - len(self._step) if self._complete else 0
+        self._again = self.buffer.take_used(again, self._is_too_old) if again > 0 else []
+        trained = self._limit([*piece, *self._again])
+        for group in piece:
+            self.tally.group_ended(self._groups[group.group_id], trained.get(group.group_id, 0))
+        self.tally.groups += len(piece)
+        self._has_something |= bool(trained)
+        if self._complete and not self._has_something:
+            self._skip()
+            return
+        share = (len(piece) + len(self._again)) / self._config.trainer.batch_size
+        self._learning = True
+        self._push(share * self._learn_s, None)
+
+    def _is_too_old(self, group: FinishedGroup) -> bool:
+        policy, oldest = self._policy, group.oldest_version
+        age = self.coordinator.version - oldest if oldest is not None else 0
+        return policy.is_stale(age) or (policy.waits_for_due and age > policy.max_staleness)
+
+    def _skip(self) -> None:
+        """Nothing of the step is to be trained: no update, and another batch in its place."""
+        self.coordinator.settled(filtered=sum(group.kept for group in self._step))
+        self.coordinator.skipped()
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        for group in (*self._step, *self._again):
+            if group.group_id not in self.buffer.reusable:
+                del self._groups[group.group_id]
+        self._step, self._again = [], []
+        self._complete = self._has_something = False
+        fresh, asked = self._config.fresh_groups, self._config.trainer.batch_size
+        self._size = max(fresh, asked - self.buffer.usable(self._is_too_old))  # a batch is full
+        self.coordinator.enlarge(self._size - fresh)
+        self._learn_s = self._durations.learn_s(self._learn_rng)
+
+    def _learned(self) -> None:
+        """A piece is learned; after the last, publish the weights, at once or when all that runs has finished."""
+        self._learning = False
+        if not self._complete:
+            return
+        if self._config.trainer.partial_rollouts:
+            self._publish()
+        else:
+            self.coordinator.pause()
+            self._publish_if_drained()
+
+    def _publish_if_drained(self) -> None:
+        if self.coordinator.in_flight == 0:
+            self._publish()
+            self.coordinator.resume()
+
+    def _publish(self) -> None:
+        self.coordinator.settled(trained=sum(group.kept for group in self._step))
+        self.coordinator.published(self.coordinator.version + 1)
+        self.buffer.retain([*self._step, *self._again])
+        self._rollouts.published(self.now_s)
+        self._begin_step()
+        self.tally.steps += 1
+        if self.coordinator.version == self._warmup:
+            self.tally = self._new_tally()
+
+    # ---- the rows of a step ---------------------------------------------------------------------------------------
+
+    def _limit(self, finished: Sequence[FinishedGroup]) -> dict[int, int]:
+        """Have the policy look at the rows of some groups; trained tokens by group."""
+        policy, version = self._policy, self.coordinator.version
+        samples = to_samples([group for item in finished for group in item.groups])
+        if not samples:  # of a step that waited for due groups only, and needed none of them in the end
+            return {}
+        age_BT = version - np.array([sample.versions for sample in samples])
+        asked = policy.to_measure(samples, version)
+        learner_BT = self._learner_logprobs(samples, age_BT, bool(asked))
+        metrics = MetricsAggregator()
+        limited = policy.limit(samples, version, {i: learner_BT[i].tolist() for i in asked}, metrics)
+        assert len(limited) == len(samples), "a staleness policy masks tokens; it does not leave rows out"
+        mask_BT = np.array([sample.loss_mask for sample in limited], dtype=bool)
+        self.tally.rows_trained(age_BT, mask_BT, policy.max_staleness, len(asked))
+        bound = metrics.reduce().get("staleness/divergence_bound")
+        if bound is not None:
+            gap_BT = learner_BT - np.array([sample.logprobs for sample in samples])
+            self.tally.rows_too_far += _rows_beyond(bound, gap_BT[asked], mask_BT[asked])
+        rows = np.flatnonzero(mask_BT.any(axis=1)).tolist()
+        policy.observe([limited[i] for i in rows], [learner_BT[i][mask_BT[i]].tolist() for i in rows], version)
+        trained: Counter[int] = Counter()
+        for i in rows:
+            trained[limited[i].group_id] += limited[i].trained_tokens
+        return trained
+
+    def _learner_logprobs(self, samples: Sequence[Sample], age_BT: np.ndarray, asked: bool) -> np.ndarray:
+        observes = type(self._policy).observe is not StalenessPolicy.observe
+        if not asked and not observes:
+            return np.zeros_like(age_BT, dtype=float)
+        factors = (self._groups[sample.group_id].factor for sample in samples)
+        return self._drift.logprobs(samples, age_BT, factors)
+
+
+def _rows_beyond(bound: float, gap_BT: np.ndarray, mask_BT: np.ndarray) -> int:
+    """Rows whose trained tokens moved by more than the bound, on average (k2, as the policies measure it)."""
+    moved_B = np.where(mask_BT, gap_BT**2 / 2, 0.0).sum(axis=1) / np.maximum(mask_BT.sum(axis=1), 1)
+    return int((moved_B > bound * (1 + _ROUNDING)).sum())

@@ -1,0 +1,73 @@
+"""TensorBoardTracker: event files in `tensorboard/` of the run folder."""
+
+from __future__ import annotations
+
+import re
+import struct
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from tensorboardX.proto import event_pb2
+from tensorboardX.record_writer import masked_crc32c
+
+from headrace.errors import DataError
+from headrace.tracking.base import RunInfo
+
+_PREFIX = "events.out.tfevents."
+
+
+class TensorBoardTracker:
+    """Writes scalars under their own keys.
+
+    Events are written here, and not by SummaryWriter: that one renames `pass@1` to `pass_1`, and writes in a thread
+    behind a bounded queue, so that a full disk would block training instead of raising, and a kill lose events.
+    """
+
+    def __init__(self) -> None:
+        self._file: BinaryIO | None = None
+
+    def start(self, info: RunInfo) -> None:
+        """Open a new event file; TensorBoard joins the files of one folder."""
+        folder = info.run_dir / "tensorboard"
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = _new_file(folder).open("wb", buffering=0)
+        self._write(file_version="brain.Event:2")
+        if info.resumed_from is not None:  # a start of a session: readers forget what they have from this step on
+            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)  # pyright: ignore[reportAttributeAccessIssue]
+            self._write(step=info.resumed_from + 1 if info.resumed_from else 0, session_log=start)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write one event with all scalars of the step."""
+        if self._file is None:
+            raise DataError(f"metrics of step {step} came while no event file is open; call start() first")
+        values = [{"tag": key, "simple_value": float(value)} for key, value in metrics.items()]
+        self._write(step=step, summary={"value": values})
+
+    def message(self, text: str) -> None:
+        """Ignored: the event file holds numbers."""
+
+    def close(self) -> None:
+        """Close the event file."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+    def _write(self, **fields: Any) -> None:
+        """In one go, and not through a buffer of this process: what was logged survives a kill."""
+        assert self._file is not None
+        event = event_pb2.Event(wall_time=time.time(), **fields).SerializeToString()  # pyright: ignore[reportAttributeAccessIssue]
+        length = struct.pack("<Q", len(event))
+        self._file.write(length + _checksum(length) + event + _checksum(event))
+
+
+def _checksum(data: bytes) -> bytes:
+    return struct.pack("<I", masked_crc32c(data))
+
+
+def _new_file(folder: Path) -> Path:
+    """Readers go by the names: it must come after those that are there, however quick, and whatever the clock says."""
+    there = (re.match(rf"{re.escape(_PREFIX)}(\d+)", path.name) for path in folder.iterdir())
+    number = max([int(time.time()), *(int(found[1]) + 1 for found in there if found)])
+    return folder / f"{_PREFIX}{number:010d}.headrace"

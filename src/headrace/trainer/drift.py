@@ -1,0 +1,62 @@
+"""The mismatch alarm: how far the learner is from the sampler, and what of it has which cause.
+
+A token that the current version sampled should have the same log-probability in the learner, up to rounding. A
+difference there is numeric drift, or weights that did not arrive. An older token's difference is staleness: the policy
+has moved. Sequences that went on under new weights with their old cache belong to neither, and are told apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import compress
+
+import numpy as np
+
+from headrace.data.sample import NO_VERSION, Sample
+from headrace.tracking.metrics import MetricsAggregator, Reducer
+
+
+def drift_metrics(
+    samples: Sequence[Sample], logprobs: Sequence[Sequence[float]], version: int, updated: bool = False
+) -> MetricsAggregator:
+    """Differences of sampler and learner on the trained tokens; `updated` says that this version has moved on since."""
+    metrics = MetricsAggregator()
+    rows, gap_T = _gaps(samples, logprobs)
+    if not rows:
+        return metrics
+    counts = [count for _, count in rows]
+    starts = np.cumsum([0, *counts[:-1]])
+    size_T = np.abs(gap_T)
+    # row by row, so that the figures do not depend on how a step is cut
+    mean_R = np.add.reduceat(gap_T, starts) / counts
+    mean_size_R = np.add.reduceat(size_T, starts) / counts
+    largest_R = np.maximum.reduceat(size_T, starts)
+    figures = zip(rows, mean_R.tolist(), mean_size_R.tolist(), largest_R.tolist(), strict=True)
+    for (oldest, count), mean, mean_size, largest in figures:
+        metrics.record("policy/kl_to_sampler", mean, Reducer.WEIGHTED_MEAN, weight=count)
+        metrics.record("policy/logprob_gap_max", largest, Reducer.MAX)
+        if oldest == version and not updated:
+            metrics.record("drift/same_version", mean_size, Reducer.WEIGHTED_MEAN, weight=count)
+            metrics.record("drift/same_version_max", largest, Reducer.MAX)
+        elif oldest < version:
+            metrics.record("drift/stale", mean_size, Reducer.WEIGHTED_MEAN, weight=count)
+    return metrics
+
+
+def _gaps(samples: Sequence[Sample], found: Sequence[Sequence[float]]) -> tuple[list[tuple[int, int]], np.ndarray]:
+    """Sampler minus learner on all sampled and trained tokens; per row with any, its oldest version and their count."""
+    rows: list[tuple[int, int]] = []
+    sampler: list[float] = []
+    learner: list[float] = []
+    for sample, row in zip(samples, found, strict=True):
+        versions = tuple(compress(sample.versions, sample.loss_mask))
+        assert len(row) == len(versions), "the backend gives one log-probability per trained token"
+        logprobs = tuple(compress(sample.logprobs, sample.loss_mask))
+        if NO_VERSION in versions:
+            is_sampled = [version != NO_VERSION for version in versions]
+            logprobs, row = tuple(compress(logprobs, is_sampled)), tuple(compress(row, is_sampled))
+        if row:
+            rows.append((min(set(sample.versions) - {NO_VERSION}), len(row)))
+            sampler += logprobs
+            learner += row
+    return rows, np.array(sampler) - np.array(learner)

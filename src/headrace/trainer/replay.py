@@ -1,0 +1,119 @@
+"""Replay: train a recorded run once more from its ledger, batch by batch, and compare the weights at every step.
+
+Nothing is generated: the batches, and the pieces in which they were learned from, are as they were recorded. What
+happened at step N of an asynchronous run can so be looked at again and again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.evaluation.evaluate import config_of
+from headrace.run.agreement import first_gap
+from headrace.trainer.setup import RunParts, assemble, in_this_process, numerics_of, resolve_objective
+from headrace.run.checkpoint import list_checkpoints, step_of
+from headrace.config import RunConfig
+from headrace.ledger import Ledger, LedgerReader
+from headrace.ledger.records import BatchRecord
+from headrace.errors import ConfigError
+from headrace.run.journal import in_pieces
+from headrace.trainer.learner_step import Learner
+from headrace.scheduling.buffer import FinishedGroup, TrajectoryGroupBuffer
+from headrace.config.compatibility import numeric_changes
+from headrace.run.directory import stored_numerics
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayedStep:
+    """One batch, trained once more."""
+
+    step: int
+    version: int
+    metrics: dict[str, float]
+    fingerprint: str
+    recorded: str | None
+    """That of the weights that the run published; None if it was killed before."""
+
+    @property
+    def same(self) -> bool | None:
+        """Whether the weights are the run's, to the bit."""
+        return None if self.recorded is None else self.fingerprint == self.recorded
+
+
+class Replay:
+    """Of a run folder. Iterating trains; `groups(step)` shows what a batch was made of."""
+
+    def __init__(self, run_dir: Path, until: int | None = None) -> None:
+        self._ledger: LedgerReader = Ledger.read(run_dir)
+        config = config_of(run_dir)
+        self.config: RunConfig = resolve_objective(in_this_process(config))
+        self.rounded_otherwise: list[str] = [
+            str(change) for change in numeric_changes(stored_numerics(run_dir), numerics_of(self.config))
+        ]
+        """Why the weights of a deterministic run cannot be expected to be the same here; empty if they can."""
+        batches = self._ledger.batches_from(0)
+        self._batches = [record for record in batches if until is None or record.step < until]
+        gap = first_gap([(record.step, record.steps) for record in self._batches], 0)
+        if gap:
+            raise ConfigError(
+                f"the ledger of {run_dir} has no batch of step {gap + 1}, but has later ones; put a copy back, or "
+                f"replay what comes before with --until {gap}"
+            )
+        self.notes = self._missing_at_the_end(run_dir) if until is None else []
+        """What a person should be told."""
+        if not self._batches or self._batches[0].step:
+            raise ConfigError(
+                f"{run_dir} has no record from its first step on; a run started from another one's checkpoint, "
+                f"or whose ledger keeps only the last steps (ledger.keep_steps), cannot be replayed"
+            )
+
+    def _missing_at_the_end(self, run_dir: Path) -> list[str]:
+        """Steps that a checkpoint contains, and the ledger does not."""
+        last = self._batches[-1] if self._batches else None
+        upto = last.step + (last.steps or 0) if last else 0
+        saved = max(map(step_of, list_checkpoints(run_dir)), default=0)
+        if saved <= upto or last is None:
+            return []
+        return [f"warning: the ledger ends at step {upto}, and there is a checkpoint of step {saved}"]
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[ReplayedStep]:
+        parts = assemble(self.config)
+        buffer = TrajectoryGroupBuffer(self.config, parts.grouping)
+        learner = Learner(self.config, parts.backend, parts.objective, parts.policy)
+        with asyncio.Runner() as runner:
+            try:
+                for record in self._batches:
+                    yield runner.run(self._train(record, parts, buffer, learner))
+            finally:
+                runner.run(parts.engine.close())
+                runner.run(parts.backend.close())
+                self._ledger.close()
+
+    async def _train(
+        self, record: BatchRecord, parts: RunParts, buffer: TrajectoryGroupBuffer, learner: Learner
+    ) -> ReplayedStep:
+        if record.version == 0:
+            await parts.backend.publish(0)
+        learner.begin(record.version)
+        fresh, again = (self._groups(ids, buffer) for ids in (record.group_ids, record.again))
+        for piece, last in in_pieces(fresh, record.pieces):
+            await learner.learn(piece, again if last else ())
+        made = await learner.update(record.step)
+        publication = await parts.backend.publish(record.version + 1)
+        recorded = self._ledger.publication(publication.version)
+        return ReplayedStep(
+            step=record.step + made,
+            version=publication.version,
+            metrics=learner.metrics.reduce(),
+            fingerprint=publication.fingerprint,
+            recorded=recorded.fingerprint if recorded else None,
+        )
+
+    def _groups(self, group_ids: Sequence[int], buffer: TrajectoryGroupBuffer) -> list[FinishedGroup]:
+        return [buffer.form(group_id, self._ledger.complete_group(group_id)) for group_id in group_ids]

@@ -1,0 +1,212 @@
+"""Calls of user code: each in an asyncio task of its own, with a deadline that holds whatever the code does.
+
+A call over its deadline is cancelled. It may clean up for `GRACE_S`; then it is abandoned: counted, named by its line,
+and waited for by nobody, not even when the event loop ends. `SystemExit`, `KeyboardInterrupt` and a cancellation that
+the code brought upon itself come out as an ordinary `EscapeError`, also from tasks that it has started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, TypeVar
+from weakref import WeakSet
+
+from headrace.utils import threads
+from headrace.errors import DeadlineError
+from headrace.utils.threads import call_anyhow
+from headrace.utils.usercode import Overdue, escape_of, is_interrupt, line_of_task, note_abandoned
+
+T = TypeVar("T")
+
+_depth: ContextVar[int] = ContextVar("headrace_user_calls", default=0)
+"""How many calls of user code the current task is inside."""
+_innermost: ContextVar[Call | None] = ContextVar("headrace_user_call", default=None)
+"""The innermost of them."""
+_tasks: WeakSet[asyncio.Task[Any]] = WeakSet()
+
+
+def is_user_task(task: asyncio.Task[Any] | None) -> bool:
+    """Whether a task runs user code."""
+    return task is not None and task in _tasks
+
+
+class Call:
+    """One call of user code. `what` names it in messages; without `limit_s` it may take as long as it likes."""
+
+    def __init__(self, what: str, limit_s: float | None = None) -> None:
+        self._what = what
+        self._limit_s = limit_s
+        self._outer: Call | None = None
+        self._stopping = False
+        self._over: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._pauses = 0
+        self._left_s = limit_s
+        self.late = False
+        """Whether its time was over before it had ended."""
+
+    def expire(self) -> None:
+        """End it now, as if its time were over."""
+        if self._over is not None and not self._over.done():
+            self._over.set_result(None)
+
+    def pause(self) -> None:
+        """Stop the clock, and those of the calls around it; several tasks inside may do so at once."""
+        if self._outer is not None:
+            self._outer.pause()
+        self._pauses += 1
+        if self._pauses == 1 and self._timer is not None:
+            self._left_s = self._timer.when() - asyncio.get_running_loop().time()
+            self._timer.cancel()
+            self._timer = None
+
+    def resume(self) -> None:
+        """Let the clock run again, with what was left."""
+        if self._outer is not None:
+            self._outer.resume()
+        self._pauses -= 1
+        if self._pauses == 0:
+            self._start_clock()
+
+    def _start_clock(self) -> None:
+        if self._left_s is not None and self._over is not None and not self._over.done():
+            self._timer = asyncio.get_running_loop().call_later(self._left_s, self.expire)
+
+    async def run(self, work: Callable[[], Awaitable[T]]) -> T:
+        """What `work` returns or raises; a DeadlineError if it takes too long."""
+        loop = asyncio.get_running_loop()
+        _contain_tasks_of(loop)
+        depth = _depth.get() + 1
+        self._outer = _innermost.get()
+        inside, around = _depth.set(depth), _innermost.set(self)
+        task = loop.create_task(self._contained(work))
+        _depth.reset(inside)
+        _innermost.reset(around)
+        _tasks.add(task)
+        self._over = loop.create_future()
+        self._start_clock()
+        try:
+            await asyncio.wait({task, self._over}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            await self._stop(task, depth)
+            raise
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+        if not task.done():
+            self.late = True
+            await self._stop(task, depth)
+            raise DeadlineError(f"{self._what} took longer than {self._limit_s or 0:g} s")
+        error = asyncio.CancelledError() if task.cancelled() else task.exception()
+        if error is None or isinstance(error, Exception) or is_interrupt(error):
+            return task.result()
+        raise escape_of(error, self._what) from error
+
+    async def _contained(self, work: Callable[[], Awaitable[T]]) -> T:
+        try:
+            return await work()
+        except asyncio.CancelledError as error:
+            if self._stopping:
+                raise
+            raise escape_of(error, self._what) from error
+        except Overdue as error:
+            self.late = True
+            raise DeadlineError(f"{self._what} blocked the event loop for longer than it may") from error
+        except (SystemExit, KeyboardInterrupt) as error:  # which would end the event loop
+            if is_interrupt(error):
+                raise
+            raise escape_of(error, self._what) from error
+
+    async def _stop(self, task: asyncio.Task[Any], depth: int) -> None:
+        self._stopping = True
+        await end_task(task, self._what, threads.GRACE_S / depth)  # a call inside is given up before the one around it
+
+
+@contextmanager
+def own_limits() -> Iterator[None]:
+    """Around work that has limits of its own, and queueing for it: the clock of the call around it stands still.
+
+    Otherwise an answer that takes its judger long on purpose would be a failure of judging, which is not trained.
+    """
+    call = _innermost.get()
+    if call is None:
+        yield
+        return
+    call.pause()
+    try:
+        yield
+    finally:
+        call.resume()
+
+
+async def call_user(
+    what: str, function: Callable[..., Any], *arguments: Any, limit_s: float | None = None, **named: Any
+) -> Any:
+    """What a user's function returns, plain (in a thread) or async."""
+    return await Call(what, limit_s).run(lambda: call_anyhow(function, *arguments, **named))
+
+
+async def end_task(task: asyncio.Task[Any], what: str, grace_s: float | None = None) -> None:
+    """Cancel a task and wait until it has ended; one that does not is abandoned."""
+    if not task.done():
+        task.cancel()
+    try:
+        await asyncio.wait({task}, timeout=threads.GRACE_S if grace_s is None else grace_s)
+    finally:
+        if not task.done():
+            _abandon(task, what)
+        elif not task.cancelled():
+            task.exception()  # or it would be logged as never retrieved
+
+
+def _abandon(task: asyncio.Task[Any], what: str) -> None:
+    note_abandoned(what, line_of_task(task))
+    asyncio._unregister_task(task)  # or the end of the event loop would wait for it for ever
+    task._log_destroy_pending = False  # type: ignore[attr-defined]
+    # it stays as it is until the process ends: to take it apart would run its code once more
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(task))
+
+
+# ---- tasks that user code starts ------------------------------------------------------------------------------------
+
+
+class _Contains:
+    """A task factory: what is started from inside user code cannot end the event loop either."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, work: Any, **named: Any) -> Any:
+        users = _depth.get() > 0
+        run = _without_exit(work) if users else work
+        task = asyncio.Task(run, loop=loop, **named) if self._inner is None else self._inner(loop, run, **named)
+        if users:
+            _tasks.add(task)
+            task.add_done_callback(lambda _: work.close())  # one that was cancelled before it began has not been run
+        return task
+
+
+def _contain_tasks_of(loop: asyncio.AbstractEventLoop) -> None:
+    factory = loop.get_task_factory()
+    if not isinstance(factory, _Contains):
+        loop.set_task_factory(_Contains(factory))
+
+
+async def _without_exit(work: Coroutine[Any, Any, T]) -> T:
+    try:
+        return await work
+    except (SystemExit, KeyboardInterrupt) as error:
+        if is_interrupt(error):
+            raise
+        raise escape_of(error, "a task of user code") from error
+
+
+async def end_user_tasks() -> None:
+    """End what user code has left running, so that the end of the event loop need not wait for it."""
+    loop, current = asyncio.get_running_loop(), asyncio.current_task()
+    left = [task for task in asyncio.all_tasks(loop) if task in _tasks and task is not current]
+    await asyncio.gather(*(end_task(task, "a task that user code has started") for task in left))

@@ -1,0 +1,96 @@
+"""Running an event loop from plain code: a script, the command line, a notebook, which has a running loop already."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from contextlib import nullcontext
+from typing import Any, TypeVar
+
+from headrace.utils.deadline import end_user_tasks
+from headrace.utils.interrupts import on_interrupt
+from headrace.utils.threads import GRACE_S, DaemonThreads
+from headrace.utils.usercode import where_it_failed
+
+T = TypeVar("T")
+log = logging.getLogger("headrace")
+
+
+def run_loop(work: Callable[[], Coroutine[Any, Any, T]], stop: Callable[[], None] | None = None) -> T:
+    """`asyncio.run` that works under a running loop too; its end waits for nothing that user code has left behind.
+
+    `stop` is called, in the loop, at the first Ctrl-C, where the loop cannot listen to signals itself. Without it the
+    first one cancels the work.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return _run(work())
+    return _Beside(work, stop).run()
+
+
+def _run(work: Coroutine[Any, Any, T]) -> T:
+    async def main() -> T:
+        asyncio.get_running_loop().set_default_executor(DaemonThreads())
+        try:
+            return await work
+        finally:
+            await end_user_tasks()
+
+    with asyncio.Runner(loop_factory=_Loop) as runner:
+        return runner.run(main())
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    """An event loop that no callback ends. Tasks of user code are contained where they are made."""
+
+    def _run_once(self) -> None:
+        try:
+            super()._run_once()  # type: ignore[misc]
+        except SystemExit as error:  # of `call_soon`, which belongs to no episode
+            log.warning("a callback of the event loop ended: %s", where_it_failed(error))
+
+
+class _Beside:
+    """A loop in a thread of its own, while the caller waits: its own loop cannot be entered a second time."""
+
+    def __init__(self, work: Callable[[], Coroutine[Any, Any, T]], stop: Callable[[], None] | None) -> None:
+        self._work = work
+        self._stop = stop
+        self._result: Future[Any] = Future()
+        self._running: tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]] | None = None
+
+    def run(self) -> Any:
+        """What the work returns. The first Ctrl-C stops it in good order, the second cancels it."""
+        thread = threading.Thread(target=self._target, name="headrace-fit", daemon=True)
+        with on_interrupt(self._stop_soon, at_once=True) if self._stop else nullcontext():
+            thread.start()
+            try:
+                while thread.is_alive():
+                    thread.join(0.2)
+            except KeyboardInterrupt:
+                if self._running is not None and not self._result.done():
+                    loop, task = self._running
+                    loop.call_soon_threadsafe(task.cancel)
+                    thread.join(GRACE_S)
+                raise
+        return self._result.result()
+
+    def _target(self) -> None:
+        try:
+            self._result.set_result(_run(self._main()))
+        except BaseException as error:
+            self._result.set_exception(error)
+
+    async def _main(self) -> Any:
+        task = asyncio.current_task()
+        assert task is not None
+        self._running = asyncio.get_running_loop(), task
+        return await self._work()
+
+    def _stop_soon(self) -> None:
+        if self._stop and self._running is not None and not self._result.done():
+            self._running[0].call_soon_threadsafe(self._stop)
