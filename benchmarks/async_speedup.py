@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean
 
-from headrace.evaluation.evaluator import wilson_interval
 from headrace.config.loading import load_config
+from headrace.evaluation.evaluator import wilson_interval
 
 ROOT = Path(__file__).parent.parent
 FILE = ROOT / "examples" / "long_tail_async.toml"

@@ -16,12 +16,12 @@ import time
 from pathlib import Path
 from statistics import median
 
-from headrace.backends.local.backend import LocalBackend
-from headrace.run.checkpoint import TrainerState, checkpoint_folder
-from headrace.config import AlgorithmSection
-from headrace.data.sample import Sample
 from headrace.algorithms.batching import grad_scale, pack
+from headrace.backends.local.backend import LocalBackend
+from headrace.config import AlgorithmSection
 from headrace.config.loading import build_config
+from headrace.data.sample import Sample
+from headrace.run.checkpoint import TrainerState, checkpoint_folder
 from headrace.run.checkpoint_writer import CheckpointWriter
 
 IMITATE = AlgorithmSection(loss="cross_entropy")

@@ -26,9 +26,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
+from headrace.data.task import Task
 from headrace.rollout.model_client import Model
 from headrace.trainer.callbacks import Callback, Metrics
-from headrace.data.task import Task
 from null_backend import Null, null_trainer, scattered, some_tasks
 
 GROUP_SIZE = 8

@@ -46,13 +46,13 @@ from transformers import AutoConfig, GenerationConfig
 
 from headrace.backends.local.backend import LocalBackend
 from headrace.config import ModelSection
+from headrace.config.loading import build_config
 from headrace.engines.base import SamplingParams
 from headrace.errors import HeadraceError
 from headrace.models.catalog import resolve_model
 from headrace.models.load import load_model
+from headrace.models.tensor_threads import run_apart
 from headrace.utils.openmp import as_given
-from headrace.config.loading import build_config
-from headrace.utils.tensor_threads import run_apart
 
 NEW_TOKENS = 64
 FIRST_REPEATS = 3

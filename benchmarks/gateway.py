@@ -25,11 +25,11 @@ from urllib.parse import urlsplit
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from fakes import FakeEngine, char_chat
-from headrace.rollout.model_client import Model
-from headrace.rollout.gateway import close_gateway, model_session
-from headrace.rollout.gateway.server import running
 from headrace.config import GatewaySection
 from headrace.engines.base import SamplingParams
+from headrace.rollout.gateway import close_gateway, model_session
+from headrace.rollout.gateway.server import running
+from headrace.rollout.model_client import Model
 
 SAMPLING = SamplingParams(temperature=1.0, max_tokens=64)
 MESSAGES = [{"role": "user", "content": "Make 24 from 3, 5 and 9. Use each number once."}]

@@ -48,14 +48,14 @@ from roof import layer_shapes, matmul_gflops
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig
 
+from headrace.algorithms.batching import pack
 from headrace.backends.local.backend import LocalBackend
 from headrace.config import AlgorithmSection
+from headrace.config.loading import build_config
 from headrace.data.sample import Sample, TrainBatch
 from headrace.errors import HeadraceError
-from headrace.utils.memory import peak_mb, reset_peak
 from headrace.models.catalog import resolve_model
-from headrace.algorithms.batching import pack
-from headrace.config.loading import build_config
+from headrace.utils.memory import peak_mb, reset_peak
 
 IMITATE = AlgorithmSection(loss="cross_entropy")
 PARTS = ("utilisation", "lengths", "logits", "memory")

@@ -13,8 +13,8 @@ from contextlib import chdir
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.evaluation.evaluate import export_run
 from headrace.config.loading import load_config
+from headrace.evaluation.evaluate import export_run
 from headrace.trainer.trainer import UnifiedTrainer
 
 ROOT = Path(__file__).parent.parent

@@ -32,8 +32,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from headrace import Callback, UnifiedTrainer, load_config
 from headrace.data.episode import Episode, ModelOutput, OwnedMessages, Step, Trajectory
-from headrace.ledger import Ledger, LedgerReader
 from headrace.data.task import Message
+from headrace.ledger import Ledger, LedgerReader
 
 ROOT = Path(__file__).parent.parent
 GROUP = 8

@@ -31,12 +31,12 @@ import torch
 from _arguments import parsed
 from learner import IMITATE, new_batch, print_table, spread
 
+from headrace.algorithms.batching import grad_scale
 from headrace.backends.local.backend import LocalBackend
+from headrace.config.loading import build_config
 from headrace.engines.process.engine import ProcessEngine
 from headrace.errors import HeadraceError
 from headrace.models.modules import trained_parameters
-from headrace.algorithms.batching import grad_scale
-from headrace.config.loading import build_config
 
 TARGET = 0.5
 COPIES = ("plain copy, torch", "plain copy, numpy")

@@ -32,11 +32,11 @@ from typing import TYPE_CHECKING, Any, Self
 from _arguments import STOPPED, parsed
 
 from headrace import UnifiedTrainer
-from headrace.rollout.model_client import Model
+from headrace.config.loading import build_config
 from headrace.data.task import Task, load_tasks
 from headrace.errors import ConfigError, HeadraceError
 from headrace.registry import load_object
-from headrace.config.loading import build_config
+from headrace.rollout.model_client import Model
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

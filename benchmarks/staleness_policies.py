@@ -28,11 +28,11 @@ from statistics import fmean
 from typing import Any
 
 from headrace.config import RunConfig
-from headrace.scheduling.simulation.simulator import simulate
-from headrace.scheduling.staleness import Drop, Mask
-from headrace.scheduling.simulation.tally import Outcome
-from headrace.registry import register
 from headrace.config.loading import build_config
+from headrace.registry import register
+from headrace.scheduling.simulation.simulator import simulate
+from headrace.scheduling.simulation.tally import Outcome
+from headrace.scheduling.staleness import Drop, Mask
 from headrace.tracking.jsonl import FILE_NAME, read_rows
 
 BATCH, IN_FLIGHT, BOUND = 64, 384, 4

@@ -30,9 +30,9 @@ from vs_trl import WARM_UP, make_prompts, train_headrace
 from headrace.backends.local.backend import LocalBackend
 from headrace.backends.local.tokens import TokenTensors
 from headrace.engines.torch.lane import Lane
-from headrace.trainer.learner_step import Learner
 from headrace.models.catalog import resolve_model
 from headrace.models.llama import LlamaModel
+from headrace.trainer.learner_step import Learner
 from headrace.trainer.trainer import UnifiedTrainer
 
 PARTS: tuple[tuple[str, type, str], ...] = (

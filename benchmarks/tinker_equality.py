@@ -26,14 +26,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from headrace.algorithms.batching import grad_scale, pack
 from headrace.backends.base import Backend
 from headrace.backends.local.backend import LocalBackend
 from headrace.backends.tinker.backend import TinkerBackend
 from headrace.config import AlgorithmSection
+from headrace.config.loading import build_config
 from headrace.data.sample import Sample
 from headrace.engines.base import SamplingParams
-from headrace.algorithms.batching import grad_scale, pack
-from headrace.config.loading import build_config
 
 CASES: dict[str, dict[str, Any]] = {
     "cross_entropy": {"loss": "cross_entropy"},

@@ -32,9 +32,9 @@ from _trl_side import Figures, Work, distinct_share, peak_mb
 from tokenizers import Tokenizer
 
 from headrace import Model, Task
+from headrace.config.loading import build_config
 from headrace.errors import HeadraceError
 from headrace.models.catalog import resolve_model
-from headrace.config.loading import build_config
 
 HEADRACE, AS_IT_COMES, FASTER = "Headrace", "TRL", "TRL, no checkpointing"
 PROMPT_TOKENS = 60

@@ -21,11 +21,11 @@ from headrace.config import AlgorithmSection, RunConfig
 from headrace.data.episode import Step
 from headrace.data.sample import Sample, TrainBatch
 from headrace.errors import BackendError
-from headrace.tracking.metrics import MetricsAggregator
 from headrace.models.causal import build_causal_model
-from headrace.weights.digest import fingerprint
 from headrace.models.load import load_model, load_tokenizer
 from headrace.models.modules import trained_parameters
+from headrace.tracking.metrics import MetricsAggregator
+from headrace.weights.digest import fingerprint
 
 IGNORED = ["run.deterministic", "algorithm.value_head", "distill.refresh_every", "engine.name", "engine.threads"]
 IGNORED += [f"backend.{key}" for key in ("logits_chunk", "share_prefixes", "gradient_checkpointing", "threads")]

@@ -20,10 +20,10 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from headrace.run.checkpoint import list_checkpoints
 from headrace.config import RunConfig
-from headrace.data.sources.countdown import countdown_demonstrations
 from headrace.config.loading import build_config
+from headrace.data.sources.countdown import countdown_demonstrations
+from headrace.run.checkpoint import list_checkpoints
 from headrace.trainer.trainer import UnifiedTrainer
 
 CHAT_TEMPLATE = (

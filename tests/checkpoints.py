@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from headrace.run.checkpoint import TrainerState
 from headrace.config import RunConfig
 from headrace.config.loading import build_config
+from headrace.run.checkpoint import TrainerState
 from headrace.run.checkpoint_writer import CheckpointWriter
 
 

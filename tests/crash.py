@@ -239,11 +239,11 @@ class Watch:
 
     def everything(self) -> None:
         """Wrap all of them."""
-        from headrace.run import checkpoint_writer as saving
-        from headrace.trainer.trainer import trainer
         from headrace.ledger import Ledger
-        from headrace.trainer.learner_step import Learner
+        from headrace.run import checkpoint_writer as saving
         from headrace.tracking.base import TrackerSet
+        from headrace.trainer.learner_step import Learner
+        from headrace.trainer.trainer import trainer
 
         plain = {"dispatched": "dispatched", "started": "started", "called": "called", "finished": "finished",
                  "batch": "batch", "flushed": "flushed", "committed": "committed", "published": "published",

@@ -11,10 +11,10 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from headrace.evaluation.evaluate import config_of
-from headrace.run.checkpoint import TrainerState, list_checkpoints
 from headrace.config import RunConfig
+from headrace.evaluation.evaluate import config_of
 from headrace.ledger import LedgerReader
+from headrace.run.checkpoint import TrainerState, list_checkpoints
 
 ENDS = ("trained", "filtered", "failed", "stale", "pending")
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from headrace import Model, Task, UnifiedTrainer, registry
 from headrace.config import RunConfig
+from headrace.config.loading import build_config
 from headrace.data.episode import Episode
 from headrace.judge.base import Judger, Verdict
-from headrace.config.loading import build_config
 from null_backend import Null, NullBackend, some_tasks
 
 TASKS = 7

@@ -15,13 +15,13 @@ from typing import Any
 
 from hypothesis import settings
 
-from headrace.rollout.chat import ChatTemplate
 from headrace.config import RunConfig
 from headrace.config.effect import idle_settings
+from headrace.config.loading import build_config
 from headrace.data.episode import Episode, FinishReason, Step, Trajectory
 from headrace.engines.base import EngineHealth, Generation, SamplingParams
 from headrace.errors import EngineError, PromptTooLongError
-from headrace.config.loading import build_config
+from headrace.rollout.chat import ChatTemplate
 
 ROOT = Path(__file__).parent.parent
 # no deadline: a core that others use too is slow at times, and that is no failure

@@ -18,16 +18,16 @@ from typing import Any, TypeVar
 
 from fakes import CharTokenizer, effective_config
 from headrace import registry
-from headrace.rollout.model_client import Model
 from headrace.backends.base import Asked, Publication, Trained
-from headrace.trainer.callbacks import Callback
 from headrace.config import AlgorithmSection, RunConfig
 from headrace.data.episode import FinishReason, Step
 from headrace.data.sample import NO_VERSION, Sample, TrainBatch
 from headrace.data.task import Task
 from headrace.engines.base import EngineHealth, Generation, SamplingParams
 from headrace.errors import BackendError, EngineError
+from headrace.rollout.model_client import Model
 from headrace.tracking.metrics import MetricsAggregator, Reducer
+from headrace.trainer.callbacks import Callback
 from headrace.trainer.trainer import RunResult, UnifiedTrainer
 from virtual_time import run_virtual
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from fakes import char_chat, step
+from headrace.algorithms.objectives import AdvantageObjective, Prepared
 from headrace.config import AlgorithmSection, KlSection, RoleSection, RunConfig, SftSection
 from headrace.data.episode import Step, Trajectory, TrajectoryGroup
 from headrace.data.sample import Sample, TrainBatch
 from headrace.data.sampler import TaskSampler
 from headrace.data.task import Task
-from headrace.algorithms.objectives import AdvantageObjective, Prepared
 
 GAE = AlgorithmSection(estimator="gae", value_head=True)
 HINT = ({"role": "user", "content": "the answer is 4"},)

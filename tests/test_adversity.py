@@ -17,10 +17,10 @@ import crash_scenarios
 from crash_checks import check_run, check_same
 from crash_scenarios import TASKS, config_of
 from headrace import UnifiedTrainer, registry
-from headrace.trainer.callbacks import Callback, Metrics, TrainerHandle
+from headrace.errors import LedgerError
 from headrace.ledger import ledger as ledger_module
 from headrace.ledger.files import connect_writer
-from headrace.errors import LedgerError
+from headrace.trainer.callbacks import Callback, Metrics, TrainerHandle
 
 TESTS = Path(__file__).parent
 SCENARIO = "null_in_step"

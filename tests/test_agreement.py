@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from crash_checks import check_account, rows
-from headrace.run.agreement import first_gap, in_words
-from headrace.trainer.callbacks import Callback, TrainerHandle
-from headrace.run.checkpoint import list_checkpoints
 from headrace.cli.main import run as run_command
-from headrace.ledger import LedgerReader
 from headrace.errors import LedgerError
+from headrace.ledger import LedgerReader
+from headrace.run.agreement import first_gap, in_words
+from headrace.run.checkpoint import list_checkpoints
+from headrace.trainer.callbacks import Callback, TrainerHandle
 from headrace.trainer.replay import Replay
 from null_backend import Null, null_trainer, scattered
 

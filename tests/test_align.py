@@ -17,10 +17,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from fakes import bundled_tokenizer, examples
 from headrace.backends.local.teacher import Teacher
+from headrace.config.loading import build_config
 from headrace.data.episode import Step
 from headrace.errors import ModelError
 from headrace.models.align import UNREADABLE, TokenBytes, align_logprobs
-from headrace.config.loading import build_config
 from watched import plain_logprobs, plain_model, watched_run
 
 EOS = "</s>"

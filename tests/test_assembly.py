@@ -9,12 +9,12 @@ import pytest
 
 from fakes import CharTokenizer, FakeEngine
 from headrace import registry
-from headrace.evaluation.evaluate import evaluate_run
-from headrace.trainer.setup import assemble, assemble_evaluation, resolve_objective
 from headrace.backends.base import Publication
 from headrace.config import RunConfig
-from headrace.errors import ConfigError, DataError
 from headrace.config.loading import build_config
+from headrace.errors import ConfigError, DataError
+from headrace.evaluation.evaluate import evaluate_run
+from headrace.trainer.setup import assemble, assemble_evaluation, resolve_objective
 
 
 class FakeBackend:

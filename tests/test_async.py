@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file
 
 from headrace import Callback, Model, Task, UnifiedTrainer
-from headrace.run.checkpoint import list_checkpoints
+from headrace.config.loading import build_config
 from headrace.engines.request import Request
 from headrace.errors import PublicationError
-from headrace.config.loading import build_config
+from headrace.run.checkpoint import list_checkpoints
 from headrace.trainer.trainer import RunResult
 
 

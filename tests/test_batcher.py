@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fakes import examples, step
+from headrace.algorithms.batching import grad_scale, pack, to_samples
 from headrace.config import AlgorithmSection
 from headrace.data.episode import Trajectory, TrajectoryGroup
 from headrace.data.packing import cut_by_tokens
 from headrace.data.sample import Sample, TrainBatch
-from headrace.algorithms.batching import grad_scale, pack, to_samples
 
 AGGREGATIONS = ["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "token_sum", "constant"]
 

@@ -17,20 +17,18 @@ import pytest
 
 from fakes import ROOT, FakeEngine, char_chat
 from headrace import registry
-from headrace.utils import loopwatch
-from headrace.utils import threads
-from headrace.utils import usercode
-from headrace.rollout.model_client import Model
-from headrace.rollout.manager import AgentLoopManager, Limits, RolloutSpec
-from headrace.ledger.episode_record import NoJournal, NoRecord
-from headrace.rollout.workflow import as_run_function
-from headrace.trainer.callbacks import Callback
 from headrace.data.sources.read import read_rows
 from headrace.data.task import Task
-from headrace.utils.deadline import Call, call_user
 from headrace.engines.base import SamplingParams
 from headrace.errors import DataError, DeadlineError, EscapeError, WorkflowError, first_of
 from headrace.judge.base import Judger, Verdict
+from headrace.ledger.episode_record import NoJournal, NoRecord
+from headrace.rollout.manager import AgentLoopManager, Limits, RolloutSpec
+from headrace.rollout.model_client import Model
+from headrace.rollout.workflow import as_run_function
+from headrace.trainer.callbacks import Callback
+from headrace.utils import loopwatch, threads, usercode
+from headrace.utils.deadline import Call, call_user
 from headrace.utils.loopwatch import watched_loop
 from headrace.utils.usercode import contained
 from null_backend import Null, scattered

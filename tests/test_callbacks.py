@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from headrace import registry
-from headrace.rollout.model_client import Model
-from headrace.trainer.callbacks import Callback, Metrics, TrainerHandle, due
 from headrace.data.task import Task
 from headrace.errors import WorkflowError
+from headrace.rollout.model_client import Model
+from headrace.trainer.callbacks import Callback, Metrics, TrainerHandle, due
 from null_backend import Null, null_run, reported, scattered
 from test_schedules import heavy_tail, schedules
 

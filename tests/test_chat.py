@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fakes import FakeEngine, bundled_tokenizer, char_chat, examples
-from headrace.rollout.chat import ChatTemplate
-from headrace.rollout.model_client import Model, hit_limit
 from headrace.data.episode import FinishReason, ModelOutput, Trajectory
 from headrace.data.sample import merge_steps
 from headrace.data.task import Message
 from headrace.engines.base import Generation, SamplingParams
 from headrace.errors import DataError, ModelError
+from headrace.rollout.chat import ChatTemplate
+from headrace.rollout.model_client import Model, hit_limit
 
 USER: list[Message] = [{"role": "user", "content": "Make 24 from 3 4 2."}]
 MORE: Message = {"role": "user", "content": "Once more."}

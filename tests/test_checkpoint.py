@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from checkpoints import FileBackend, save_one, score, some_state
+from headrace.errors import BackendError, CheckpointError, ConfigError
 from headrace.run.checkpoint import (
     checkpoint_folder,
     list_checkpoints,
@@ -18,7 +19,6 @@ from headrace.run.checkpoint import (
     load_newest,
     with_evaluation,
 )
-from headrace.errors import BackendError, CheckpointError, ConfigError
 from headrace.run.manifest import NAME, find_damage, seal
 from headrace.run.random_state import random_states, restore_random_states
 

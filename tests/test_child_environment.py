@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from fakes import FakeEngine, char_chat
-from headrace.rollout.model_client import Model
-from headrace.rollout.gateway import close_gateway, model_session
-from headrace.rollout.gateway.external import ExternalAgent
-from headrace.rollout.mcp import McpServers
-from headrace.utils.child_environment import child_environment
 from headrace.data.task import Task
 from headrace.engines.base import SamplingParams
 from headrace.errors import ConfigError
 from headrace.judge.pool import WorkerPool
+from headrace.rollout.gateway import close_gateway, model_session
+from headrace.rollout.gateway.external import ExternalAgent
+from headrace.rollout.mcp import McpServers
+from headrace.rollout.model_client import Model
+from headrace.utils.child_environment import child_environment
 
 SERVER = """
 import json, os

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from headrace.utils.interrupts import interruptible, on_interrupt
-from headrace.tracking.terminal import Console
 from headrace.tracking.base import TrackerSet
 from headrace.tracking.console import ConsoleTracker
+from headrace.tracking.terminal import Console
+from headrace.utils.interrupts import interruptible, on_interrupt
 
 TALKATIVE = {
     "help": ["--help"],

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from headrace.config.rules import check_settings
 from headrace.config import RunConfig
-from headrace.errors import ConfigError
 from headrace.config.loading import build_config
+from headrace.config.rules import check_settings
+from headrace.errors import ConfigError
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("grpo alone in its group", {"rollout": {"group_size": 1}}, "group_size must be at least 2 for grpo, got 1"),

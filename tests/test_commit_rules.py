@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 
-from headrace.trainer.trainer import trainer as trainer_module
 from headrace.ledger import LedgerReader
 from headrace.ledger.recorder import Recorder
 from headrace.ledger.writer import Event, Writer
-from headrace.run.journal import RunJournal
 from headrace.run.checkpoint_writer import CheckpointWriter
+from headrace.run.journal import RunJournal
 from headrace.tracking.base import TrackerSet
+from headrace.trainer.trainer import trainer as trainer_module
 from null_backend import Null, NullBackend, null_config, null_trainer
 
 HELD_S = 0.4  # much longer than the run takes for what it must not do

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 
 from headrace.cli.main import run
-from headrace.evaluation.compare import compare, difference, sign_test
 from headrace.data.episode import Episode, Step, Trajectory
-from headrace.ledger import Ledger
 from headrace.data.task import Task
 from headrace.errors import ConfigError
+from headrace.evaluation.compare import compare, difference, sign_test
 from headrace.evaluation.results_file import (
     EvaluationResult,
     SetResult,
@@ -25,6 +24,7 @@ from headrace.evaluation.results_file import (
     task_digest,
     write_evaluation,
 )
+from headrace.ledger import Ledger
 
 Caught = pytest.CaptureFixture[str]
 

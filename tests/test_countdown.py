@@ -16,8 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fakes import examples, step
-from headrace.data.sources.countdown import careful_attempt, countdown_demonstrations, countdown_tasks, is_held_out, reachable
 from headrace.data.episode import Episode, Trajectory
+from headrace.data.sources.countdown import (
+    careful_attempt,
+    countdown_demonstrations,
+    countdown_tasks,
+    is_held_out,
+    reachable,
+)
 from headrace.data.task import Task
 from headrace.errors import ConfigError
 from headrace.judge.base import Verdict

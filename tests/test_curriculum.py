@@ -16,17 +16,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fakes import examples
-from headrace.rollout.model_client import Model
-from headrace.run.checkpoint import TrainerState, list_checkpoints
 from headrace.config import CurriculumSection
+from headrace.config.loading import build_config
 from headrace.data.curriculum import Curriculum, CurriculumSampler, Outcome, key_function
 from headrace.data.episode import Episode, Step, Trajectory
-from headrace.ledger import GroupState, LedgerReader
 from headrace.data.mixture import MixtureOrder
 from headrace.data.sampler import Position, TaskSampler
 from headrace.data.task import Task
 from headrace.errors import ConfigError
-from headrace.config.loading import build_config
+from headrace.ledger import GroupState, LedgerReader
+from headrace.rollout.model_client import Model
+from headrace.run.checkpoint import TrainerState, list_checkpoints
 from null_backend import null_trainer, reported, some_tasks
 
 TASKS = [Task(str(i), instruction=f"Do {i}.", source="ab"[i % 2], metadata={"level": i % 3}) for i in range(12)]

@@ -12,10 +12,10 @@ from torch import Tensor
 import tiny
 from forwards import assert_close, decoded_logits, reference_logits
 from headrace.engines.base import Generation, SamplingParams
-from headrace.engines.torch.sampling import sample_tokens
 from headrace.engines.torch.engine import TorchEngine
-from headrace.models.kernels import cpu as native
+from headrace.engines.torch.sampling import sample_tokens
 from headrace.models.causal import Draws, build_causal_model
+from headrace.models.kernels import cpu as native
 from headrace.models.llama import LlamaModel
 from headrace.models.packed import PackedRows
 

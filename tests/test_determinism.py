@@ -17,12 +17,12 @@ from headrace.backends.local.backend import LocalBackend
 from headrace.backends.local.engines import learner_threads
 from headrace.cli.main import run
 from headrace.config import RunConfig
-from headrace.ledger import Ledger
-from headrace.errors import ConfigError
-from headrace.models.kernels import cpu as native
-from headrace.trainer.replay import Replay
-from headrace.run.directory import claim_run_dir
 from headrace.config.loading import build_config
+from headrace.errors import ConfigError
+from headrace.ledger import Ledger
+from headrace.models.kernels import cpu as native
+from headrace.run.directory import claim_run_dir
+from headrace.trainer.replay import Replay
 from headrace.trainer.trainer import UnifiedTrainer
 
 pytestmark = pytest.mark.usefixtures("threads_as_before")
@@ -80,7 +80,7 @@ def test_colocated_and_separate_runs_end_with_the_same_weights_whatever_threads_
 
 def test_a_thread_for_tensors_has_the_number_of_threads_that_was_set() -> None:
     script = (
-        "import os, torch; from headrace.utils.tensor_threads import run_apart; torch.set_num_threads(1);"
+        "import os, torch; from headrace.models.tensor_threads import run_apart; torch.set_num_threads(1);"
         "x = torch.randn(800, 800); count = lambda: len(os.listdir('/proc/self/task'));"
         "run_apart(lambda: (before := count(), x @ x, print(count() - before)))"
     )

@@ -14,16 +14,16 @@ import torch
 from contracts.backend_contract import IMITATE, random_samples
 from fakes import step
 from headrace import Task, Trajectory, registry, self_distill
+from headrace.algorithms.batching import grad_scale, pack
 from headrace.algorithms.distill import distilled_advantages
-from headrace.rollout.chat import ChatTemplate
-from headrace.rollout.model_client import Model
 from headrace.backends.local.backend import LocalBackend
-from headrace.run.checkpoint import list_checkpoints
 from headrace.config import DistillSection
 from headrace.data.episode import Step
 from headrace.data.task import Message
 from headrace.errors import BackendError, DataError, ModelError
-from headrace.algorithms.batching import grad_scale, pack
+from headrace.rollout.chat import ChatTemplate
+from headrace.rollout.model_client import Model
+from headrace.run.checkpoint import list_checkpoints
 from headrace.tracking.base import RunInfo
 from headrace.trainer.trainer import UnifiedTrainer
 from watched import (

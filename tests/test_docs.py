@@ -16,9 +16,9 @@ from pydantic import BaseModel
 from headrace import registry
 from headrace.algorithms import overview as capabilities
 from headrace.cli.main import app
+from headrace.config.loading import build_config, field_paths, load_config
 from headrace.errors import ConfigError, ModelError
 from headrace.models.catalog import resolve_model
-from headrace.config.loading import build_config, field_paths, load_config
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

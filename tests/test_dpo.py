@@ -13,11 +13,11 @@ from torch.nn import functional
 
 from contracts.backend_contract import IMITATE, random_samples
 from headrace import Task, registry
+from headrace.algorithms.batching import grad_scale, pack
 from headrace.algorithms.preference import SKIP_REASONS
-from headrace.rollout.model_client import Model
 from headrace.config import AlgorithmSection
 from headrace.errors import DataError
-from headrace.algorithms.batching import grad_scale, pack
+from headrace.rollout.model_client import Model
 from headrace.tracking.base import RunInfo
 from watched import (
     FLOAT64,

@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 
 from fakes import FakeEngine, char_chat
-from headrace.rollout.budget import Budget
-from headrace.rollout.chat_loop import ChatLoop
-from headrace.rollout.model_client import Model
-from headrace.rollout.environment import EnvironmentLoop
-from headrace.rollout.manager import AgentLoopManager, Limits, RolloutSpec
-from headrace.rollout.store import StoredValues
 from headrace.data.episode import Episode
-from headrace.ledger import Ledger
 from headrace.data.task import Task
 from headrace.engines.base import SamplingParams
 from headrace.errors import ConfigError, InfrastructureError
-from headrace.run.journal import RunJournal
 from headrace.judge.base import Judger, Verdict
+from headrace.ledger import Ledger
+from headrace.rollout.budget import Budget
+from headrace.rollout.chat_loop import ChatLoop
+from headrace.rollout.environment import EnvironmentLoop
+from headrace.rollout.manager import AgentLoopManager, Limits, RolloutSpec
+from headrace.rollout.model_client import Model
+from headrace.rollout.store import StoredValues
+from headrace.run.journal import RunJournal
 
 TASK = Task("t", instruction="Guess.", metadata={"secret": 5})
 SPEC = RolloutSpec(TASK, 0, 0, 7)

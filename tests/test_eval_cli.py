@@ -18,9 +18,9 @@ import torch
 
 from fakes import ROOT
 from headrace.cli.main import run
-from headrace.ledger import LedgerReader
 from headrace.engines import http
 from headrace.evaluation.results_file import EvaluationResult, read_evaluation
+from headrace.ledger import LedgerReader
 from http_server import Answer, Asked, Server, completion, serving
 
 Caught = pytest.CaptureFixture[str]

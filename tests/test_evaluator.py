@@ -11,9 +11,6 @@ import numpy as np
 import pytest
 
 from fakes import FakeEngine, char_chat, episode
-from headrace.rollout.model_client import Model
-from headrace.rollout.manager import AgentLoopManager
-from headrace.rollout.workflow import single_turn
 from headrace.config import EvalSet, RolloutSection
 from headrace.data.episode import Episode, Step, Trajectory
 from headrace.data.task import Task
@@ -21,6 +18,9 @@ from headrace.engines.base import SamplingParams
 from headrace.errors import WorkflowError
 from headrace.evaluation.evaluator import Evaluator, bootstrap_interval, evaluation_metrics, pass_at_k, wilson_interval
 from headrace.judge.base import FunctionJudger
+from headrace.rollout.manager import AgentLoopManager
+from headrace.rollout.model_client import Model
+from headrace.rollout.workflow import single_turn
 
 TASKS = [Task(str(i), instruction=f"Say {word}.", answer=word) for i, word in enumerate(["a", "b", "ab", "ba"])]
 

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from headrace import Task, UnifiedTrainer, registry
-from headrace.rollout.model_client import Model
-from headrace.trainer.callbacks import Callback
 from headrace.cli.main import run
 from headrace.config import RunConfig
-from headrace.errors import HeadraceError
 from headrace.config.loading import build_config
+from headrace.errors import HeadraceError
+from headrace.rollout.model_client import Model
+from headrace.trainer.callbacks import Callback
 from null_backend import Null, scattered, some_tasks
 
 

@@ -18,9 +18,6 @@ import pytest
 
 import null_backend
 from headrace import registry
-from headrace.rollout.model_client import Model
-from headrace.trainer.alarms import Alarms
-from headrace.trainer.callbacks import Callback
 from headrace.cli.main import run as run_command
 from headrace.config import RunConfig
 from headrace.data.sampler import TaskSampler
@@ -28,8 +25,11 @@ from headrace.data.task import Task
 from headrace.engines.base import EngineHealth
 from headrace.errors import BackendError, DataError, EngineError, HeadraceError, PublicationError, WorkflowError
 from headrace.judge.base import Judger, Verdict
+from headrace.rollout.model_client import Model
 from headrace.scheduling.buffer import TrajectoryGroupBuffer
 from headrace.scheduling.staleness import Mask, StalenessPolicy
+from headrace.trainer.alarms import Alarms
+from headrace.trainer.callbacks import Callback
 from null_backend import Null, NullBackend, NullEngine, Ran, null_run, scattered
 from test_callbacks import EVAL, EVENTS
 from test_schedules import POLICIES, heavy_tail

@@ -12,14 +12,14 @@ import openai
 import pytest
 
 from fakes import CharTokenizer, FakeEngine, char_chat
-from headrace.rollout.budget import Budget
-from headrace.rollout.model_client import Model
-from headrace.rollout.gateway import ModelSession, close_gateway, model_session
-from headrace.rollout.manager import AgentLoopManager, Limits, RolloutSpec
 from headrace.data.episode import TerminationReason
 from headrace.data.task import Task
 from headrace.engines.base import SamplingParams
 from headrace.errors import EngineError
+from headrace.rollout.budget import Budget
+from headrace.rollout.gateway import ModelSession, close_gateway, model_session
+from headrace.rollout.manager import AgentLoopManager, Limits, RolloutSpec
+from headrace.rollout.model_client import Model
 
 SAMPLING = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, max_tokens=100)
 ASKED: list[Any] = [{"role": "user", "content": "Say a word."}]
@@ -369,8 +369,8 @@ async def test_the_time_of_an_episode_ends_its_calls() -> None:
 
 
 async def test_a_failure_while_a_stream_waits_is_told_in_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    from headrace.rollout import gateway
     from headrace.config import GatewaySection
+    from headrace.rollout import gateway
 
     monkeypatch.setattr(gateway, "_settings", GatewaySection(keep_alive_s=0.02))
     for client_of, error in ((open_ai, openai.APIError), (claude, anthropic.APIStatusError)):

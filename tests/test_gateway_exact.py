@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from fakes import FakeEngine, char_chat
-from headrace.rollout.chat import ChatTemplate
-from headrace.rollout.model_client import Model
-from headrace.rollout.gateway import ModelSession, close_gateway, model_session
 from headrace.backends.local.backend import LocalBackend
-from headrace.data.sources.countdown import countdown_tasks
+from headrace.config.loading import build_config
 from headrace.data.sample import merge_steps
+from headrace.data.sources.countdown import countdown_tasks
 from headrace.data.task import Task
 from headrace.engines.base import Generation, SamplingParams
-from headrace.config.loading import build_config
+from headrace.rollout.chat import ChatTemplate
+from headrace.rollout.gateway import ModelSession, close_gateway, model_session
+from headrace.rollout.model_client import Model
 from headrace.trainer.trainer import UnifiedTrainer
 
 TASK = countdown_tasks(count=1)[0]

@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 
 from fakes import ROOT, FakeEngine, char_chat
-from headrace.rollout.budget import Budget
-from headrace.rollout.gateway import close_gateway
-from headrace.rollout.gateway.external import ExternalAgent
-from headrace.rollout.manager import AgentLoopManager, Limits, RolloutSpec
 from headrace.data.episode import Episode, TerminationReason
 from headrace.data.task import Task
 from headrace.engines.base import SamplingParams
 from headrace.errors import ConfigError, EngineError
 from headrace.judge.base import FunctionJudger
 from headrace.registry import resolve
+from headrace.rollout.budget import Budget
+from headrace.rollout.gateway import close_gateway
+from headrace.rollout.gateway.external import ExternalAgent
+from headrace.rollout.manager import AgentLoopManager, Limits, RolloutSpec
 
 TASK = Task("t", instruction="Say a word.", answer=7, metadata={"hint": "é"})
 SAMPLING = SamplingParams(temperature=1.0, max_tokens=16)

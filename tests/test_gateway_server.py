@@ -16,15 +16,15 @@ import openai
 import pytest
 
 from fakes import FakeEngine, char_chat
-from headrace.rollout import gateway
-from headrace.rollout.model_client import Model
-from headrace.rollout.gateway import ModelSession, close_gateway, model_session
-from headrace.rollout.gateway.server import running
 from headrace.config import GatewaySection
+from headrace.config.loading import build_config
 from headrace.data.task import Task
 from headrace.engines.base import SamplingParams
 from headrace.errors import ConfigError
-from headrace.config.loading import build_config
+from headrace.rollout import gateway
+from headrace.rollout.gateway import ModelSession, close_gateway, model_session
+from headrace.rollout.gateway.server import running
+from headrace.rollout.model_client import Model
 from test_taken_up import live
 
 SAMPLING = SamplingParams(temperature=1.0, max_tokens=16)

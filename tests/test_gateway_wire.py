@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fakes import examples
+from headrace.data.episode import ModelOutput
 from headrace.rollout.gateway.anthropic import Messages
 from headrace.rollout.gateway.chat import ChatCompletions
 from headrace.rollout.gateway.completions import Completions
 from headrace.rollout.gateway.responses import Responses
 from headrace.rollout.gateway.wire import Call, Dialect, Fields, Refusal, Reply, parse_json, pieces
-from headrace.data.episode import ModelOutput
 
 DIALECTS: list[Dialect] = [ChatCompletions(), Completions(), Responses(), Messages()]
 each_dialect = pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.path)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from headrace import Task, Trajectory
-from headrace.rollout.model_client import Model
 from headrace.data.sample import Sample
 from headrace.errors import ConfigError
+from headrace.rollout.model_client import Model
 from watched import scattered_reward, trained, watched_run
 
 HOOK = '''

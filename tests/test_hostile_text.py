@@ -19,8 +19,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fakes import examples
-from headrace.rollout.chat import ChatTemplate
-from headrace.rollout.messages import normal, split_tool_calls
 from headrace.data.episode import Episode, Step, Trajectory
 from headrace.data.split import prompt_key
 from headrace.data.task import Task
@@ -30,6 +28,8 @@ from headrace.judge.countdown import evaluate, last_answer
 from headrace.judge.extract import marked
 from headrace.judge.llm import _parsed, _prompt
 from headrace.judge.text import choice_in, last_number, squad_tokens
+from headrace.rollout.chat import ChatTemplate
+from headrace.rollout.messages import normal, split_tool_calls
 
 SIZES = (1_000, 30_000, 200_000, 1_000_000)
 LIMIT_S = 300.0  # for all kinds and sizes, on a busy machine; quadratic code takes minutes for one

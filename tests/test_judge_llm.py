@@ -13,21 +13,21 @@ from hypothesis import strategies as st
 
 from fakes import CharTokenizer, FakeEngine, bundled_tokenizer, char_chat, examples
 from headrace import registry
-from headrace.evaluation.evaluate import evaluate_run
-from headrace.rollout.chat import ChatTemplate
-from headrace.rollout.model_client import Model
-from headrace.rollout.manager import AgentLoopManager, close_all
-from headrace.rollout.workflow import single_turn
 from headrace.backends.base import Publication
 from headrace.config import RunConfig
+from headrace.config.loading import build_config
 from headrace.data.episode import Episode, Step, Trajectory
 from headrace.data.task import Message, Task
 from headrace.engines.base import SamplingParams
 from headrace.errors import ConfigError, WorkflowError
+from headrace.evaluation.evaluate import evaluate_run
 from headrace.judge.base import Verdict, as_judger
 from headrace.judge.llm import LLMJudger, harmless
 from headrace.registry import resolve
-from headrace.config.loading import build_config
+from headrace.rollout.chat import ChatTemplate
+from headrace.rollout.manager import AgentLoopManager, close_all
+from headrace.rollout.model_client import Model
+from headrace.rollout.workflow import single_turn
 from http_server import Answer, Asked, completion, serving
 
 TASK = Task("1", instruction="Capital of France?", answer="Paris")

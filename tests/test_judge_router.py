@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 
 from fakes import FakeEngine, char_chat, step
-from headrace.rollout.manager import AgentLoopManager, Limits, RolloutSpec
-from headrace.rollout.workflow import single_turn
-from headrace.trainer.setup import _judger
 from headrace.config import JudgeSection
+from headrace.config.loading import build_config
 from headrace.data.episode import Episode, TerminationReason, Trajectory
 from headrace.data.task import Task
 from headrace.engines.base import SamplingParams
@@ -19,7 +17,9 @@ from headrace.errors import ConfigError, EngineError, InfrastructureError, Promp
 from headrace.judge import router
 from headrace.judge.base import JudgeError, Judger, Verdict, as_judger
 from headrace.judge.router import GuardedJudger, Router
-from headrace.config.loading import build_config
+from headrace.rollout.manager import AgentLoopManager, Limits, RolloutSpec
+from headrace.rollout.workflow import single_turn
+from headrace.trainer.setup import _judger
 
 
 @pytest.fixture(autouse=True)

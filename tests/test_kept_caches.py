@@ -13,8 +13,8 @@ import torch
 
 import tiny
 from headrace.engines.base import Generation, SamplingParams
-from headrace.engines.torch.prefix_cache import KeptCaches
 from headrace.engines.torch.engine import TorchEngine
+from headrace.engines.torch.prefix_cache import KeptCaches
 from headrace.models.causal import build_causal_model
 
 PARAMS = SamplingParams(max_tokens=9, ignore_eos=True)

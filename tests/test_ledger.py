@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from fakes import examples
 from headrace.config import LedgerSection
 from headrace.data.episode import Episode, ModelOutput, Step, Trajectory
+from headrace.errors import LedgerError
 from headrace.ledger import Account, Ledger, LedgerReader, digest
 from headrace.ledger.pack import from_json, to_json
-from headrace.errors import LedgerError
 from recorded import Played, dispatch, messages, play, plays, simple_episode, tokens, train, values
 
 

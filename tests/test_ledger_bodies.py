@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 
 from headrace.cli.main import run
-from headrace.ledger import Ledger
-from headrace.ledger import pack
+from headrace.errors import LedgerError
+from headrace.ledger import Ledger, pack
 from headrace.ledger.pack import expand, pack_bytes, pack_value, unpack, unpack_value
 from headrace.ledger.rows import unpack_rows
-from headrace.errors import LedgerError
 from recorded import play, simple_episode
 
 MOST = 1 << 20

@@ -66,9 +66,7 @@ def test_a_run_that_goes_on_is_shown_as_running_and_a_killed_one_as_killed(run_d
     with Ledger.open(run_dir):
         assert run(["ledger", str(run_dir)]) == 0
         assert "running" in capsys.readouterr().out
-    code = (
-        "import os, sys; from headrace.ledger import *; l = Ledger.open(__import__('pathlib').Path(sys.argv[1]));"
-    )
+    code = "import os, sys; from headrace.ledger import *; l = Ledger.open(__import__('pathlib').Path(sys.argv[1]));"
     subprocess.run([sys.executable, "-c", f"{code} l.flush(); os._exit(9)", run_dir])
     assert run(["ledger", str(run_dir)]) == 0
     out = capsys.readouterr().out

@@ -15,11 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from headrace.ledger import Ledger, LedgerReader
-from headrace.ledger import schema
+from headrace.errors import LedgerError
+from headrace.ledger import Ledger, LedgerReader, schema
 from headrace.ledger import ledger as ledger_module
 from headrace.ledger.files import connect_writer
-from headrace.errors import LedgerError
 from recorded import dispatch, play, simple_episode, train
 
 TESTS = Path(__file__).parent
@@ -233,9 +232,7 @@ def test_a_finished_ledger_is_read_where_nothing_can_be_written(open_folder: Pat
 
 
 def test_a_second_writer_is_refused_and_a_reader_is_not(tmp_path: Path):
-    code = (
-        "import sys; from pathlib import Path; from headrace.ledger import Ledger; Ledger.open(Path(sys.argv[1]))"
-    )
+    code = "import sys; from pathlib import Path; from headrace.ledger import Ledger; Ledger.open(Path(sys.argv[1]))"
     with Ledger.open(tmp_path):
         done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True)
         assert f"process {os.getpid()} writes the ledger" in done.stderr

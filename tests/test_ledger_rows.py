@@ -19,21 +19,20 @@ from crash_checks import rows as ask
 from crash_scenarios import RememberingNull
 from headrace import Task, Trajectory, TrajectoryGroup
 from headrace.algorithms.advantages.assign import assign_advantages
-from headrace.evaluation.evaluate import config_of
-from headrace.rollout.model_client import Model
-from headrace.trainer.callbacks import Callback, Metrics
+from headrace.algorithms.batching import pack, to_samples
 from headrace.config import LedgerSection, RunConfig
+from headrace.config.loading import build_config
 from headrace.data.episode import Episode, Step
-from headrace.ledger import Ledger, LedgerReader, TrainedRow
-from headrace.ledger import schema
+from headrace.data.sample import Sample, TrainBatch
+from headrace.evaluation.evaluate import config_of
+from headrace.ledger import Ledger, LedgerReader, TrainedRow, schema
 from headrace.ledger.export import export_episodes
 from headrace.ledger.rows import pack_rows, unpack_rows
-from headrace.data.sample import Sample, TrainBatch
-from headrace.tracking.metrics import MetricsAggregator
-from headrace.algorithms.batching import pack, to_samples
-from headrace.scheduling.buffer import TrajectoryGroupBuffer
 from headrace.registry import resolve
-from headrace.config.loading import build_config
+from headrace.rollout.model_client import Model
+from headrace.scheduling.buffer import TrajectoryGroupBuffer
+from headrace.tracking.metrics import MetricsAggregator
+from headrace.trainer.callbacks import Callback, Metrics
 from null_backend import Null, NullBackend, Ran, null_run, scattered, some_tasks
 from recorded import dispatch, play, simple_episode
 

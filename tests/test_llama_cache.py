@@ -11,8 +11,8 @@ import torch
 import tiny
 from headrace.engines.base import SamplingParams
 from headrace.engines.torch.engine import TorchEngine
-from headrace.models.kernels import cpu as native
 from headrace.models.causal import build_causal_model
+from headrace.models.kernels import cpu as native
 from headrace.models.llama import LlamaModel
 from headrace.models.llama_cache import LlamaCache
 

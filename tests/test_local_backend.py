@@ -13,13 +13,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from contracts.backend_contract import IMITATE, REINFORCE_LIKE, BackendContract, random_samples
 from headrace import registry
+from headrace.algorithms.batching import grad_scale, pack
 from headrace.backends.local.backend import LocalBackend
 from headrace.config import AlgorithmSection
+from headrace.config.loading import build_config
 from headrace.data.sample import Sample
 from headrace.errors import BackendError, ConfigError, DataError
-from headrace.algorithms.batching import grad_scale, pack
 from headrace.trainer.drift import drift_metrics
-from headrace.config.loading import build_config
 
 
 def make_local(**changes: Any) -> LocalBackend:

@@ -12,11 +12,11 @@ from contracts.engine_harness import soon
 from forked import ForkServer
 from headrace.backends.local import engines
 from headrace.backends.local.backend import LocalBackend
+from headrace.config.loading import build_config
 from headrace.engines.base import SamplingParams
 from headrace.engines.process.engine import ProcessEngine
-from headrace.weights.shared_memory import SharedWeights
 from headrace.errors import ConfigError, PublicationError
-from headrace.config.loading import build_config
+from headrace.weights.shared_memory import SharedWeights
 
 SEPARATE = {"trainer": {"placement": "separate"}}
 

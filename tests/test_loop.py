@@ -17,15 +17,15 @@ import numpy as np
 import pytest
 
 from fakes import FakeEngine, char_chat
-from headrace.rollout.model_client import Model
-from headrace.rollout.manager import AgentLoopManager, Limits, RolloutSpec
-from headrace.rollout.workflow import as_run_function, demonstration, self_distill, single_turn
 from headrace.data.episode import Episode, Step, TerminationReason, Trajectory
 from headrace.data.task import Task
 from headrace.engines.base import SamplingParams
 from headrace.errors import ConfigError, EngineError, PromptTooLongError
 from headrace.judge.base import FunctionJudger, Judger, Verdict, as_judger
 from headrace.registry import load_object
+from headrace.rollout.manager import AgentLoopManager, Limits, RolloutSpec
+from headrace.rollout.model_client import Model
+from headrace.rollout.workflow import as_run_function, demonstration, self_distill, single_turn
 
 TASK = Task("task 7", instruction="Say a word.", source="words")
 SAMPLING = SamplingParams(temperature=1.0, max_tokens=16)

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from fakes import examples
 from headrace.config import DataSection
+from headrace.config.loading import build_config
 from headrace.data.mixture import MixtureOrder, shares
 from headrace.data.sampler import TaskSampler
 from headrace.data.split import overlaps, prompt_key, split_tasks
 from headrace.data.task import Task
 from headrace.data.training import TrainingData, check_overlap, load_evaluation, load_training, make_sampler
 from headrace.errors import ConfigError, DataError
-from headrace.config.loading import build_config
 
 sizes_and_weights = st.lists(st.tuples(st.integers(1, 12), st.floats(0.05, 20)), min_size=1, max_size=4)
 

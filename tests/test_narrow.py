@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.models.kernels import cpu as native
+from headrace.models.kernels.cpu import Kernels, narrow
 from headrace.models.linear import FusedLinear
-from headrace.models.kernels.cpu import Kernels
-from headrace.models.kernels.cpu import narrow
 
 EPS = 1e-6
 TOKENS = [3, 4, 47, 48, 49, 100, 333]  # a block has 48, and rows are reached as triples

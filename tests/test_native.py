@@ -15,8 +15,7 @@ from torch import Tensor
 
 from headrace.engines.torch.sampling import _inverse_cdf
 from headrace.models.kernels import cpu as native
-from headrace.models.kernels.cpu import Kernels
-from headrace.models.kernels.cpu import build
+from headrace.models.kernels.cpu import Kernels, build
 
 
 @pytest.fixture(params=[1, 2])

@@ -17,10 +17,10 @@ import pytest
 
 import headrace
 from fakes import ROOT
-from headrace.rollout.model_client import Model
-from headrace.trainer.callbacks import Callback
 from headrace.data.task import Task
 from headrace.errors import ConfigError, WorkflowError
+from headrace.rollout.model_client import Model
+from headrace.trainer.callbacks import Callback
 from headrace.trainer.trainer import UnifiedTrainer
 from null_backend import Null, null_config, null_trainer, scattered, some_tasks
 

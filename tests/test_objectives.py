@@ -14,18 +14,18 @@ import torch
 from contracts.backend_contract import IMITATE, random_samples
 from headrace import Task, Trajectory
 from headrace.algorithms.advantages.gae import gae
-from headrace.rollout.chat import ChatTemplate
-from headrace.rollout.model_client import Model
-from headrace.backends.local.token_losses import token_losses
+from headrace.algorithms.batching import grad_scale, pack
 from headrace.algorithms.losses import LossContext
+from headrace.algorithms.objectives import AdvantageObjective, Completion, Part, Prepared
+from headrace.backends.local.token_losses import token_losses
 from headrace.config import AlgorithmSection, KlSection, RoleSection
 from headrace.data.sample import NO_VERSION, Sample
-from headrace.trainer.learner_step import Learner
-from headrace.tracking.metrics import MetricsAggregator
-from headrace.algorithms.objectives import AdvantageObjective, Completion, Part, Prepared
-from headrace.algorithms.batching import grad_scale, pack
+from headrace.rollout.chat import ChatTemplate
+from headrace.rollout.model_client import Model
 from headrace.scheduling.buffer import FinishedGroup
 from headrace.scheduling.staleness import StalenessPolicy
+from headrace.tracking.metrics import MetricsAggregator
+from headrace.trainer.learner_step import Learner
 from watched import (
     FLOAT64,
     WatchedBackend,

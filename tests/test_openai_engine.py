@@ -13,10 +13,6 @@ from typing import Any
 
 import pytest
 
-from headrace.rollout.budget import Budget
-from headrace.rollout.model_client import Model
-from headrace.rollout.manager import AgentLoopManager, Limits
-from headrace.rollout.remote_model import NoEngine, remote_model
 from headrace.data.episode import Episode, TerminationReason
 from headrace.data.task import Task
 from headrace.engines import http
@@ -31,6 +27,10 @@ from headrace.errors import (
     is_infrastructure,
 )
 from headrace.judge.base import FunctionJudger
+from headrace.rollout.budget import Budget
+from headrace.rollout.manager import AgentLoopManager, Limits
+from headrace.rollout.model_client import Model
+from headrace.rollout.remote_model import NoEngine, remote_model
 from http_server import Answer, Asked, completion, serving
 
 HELLO = [{"role": "user", "content": "Hello?"}]

@@ -14,15 +14,15 @@ from safetensors.torch import load_file
 from contracts.backend_contract import IMITATE, BackendContract, random_samples
 from fakes import ROOT
 from headrace import UnifiedTrainer, load_config, registry
-from headrace.evaluation.evaluate import export_run
+from headrace.algorithms.batching import grad_scale, pack
 from headrace.backends.base import Backend
 from headrace.backends.local.backend import LocalBackend
-from headrace.run.checkpoint import list_checkpoints
 from headrace.config import AlgorithmSection
-from headrace.errors import BackendError, ConfigError
-from headrace.algorithms.batching import grad_scale, pack
-from headrace.registry import load_object
 from headrace.config.loading import build_config
+from headrace.errors import BackendError, ConfigError
+from headrace.evaluation.evaluate import export_run
+from headrace.registry import load_object
+from headrace.run.checkpoint import list_checkpoints
 
 FILE = ROOT / "examples" / "own_backend.py"
 OwnBackend = load_object(f"{FILE}:OwnBackend")

@@ -19,8 +19,8 @@ from headrace.config import ModelSection
 from headrace.engines.process.engine import ProcessEngine
 from headrace.engines.process.wire import EngineOptions
 from headrace.models.causal import build_causal_model
-from headrace.weights.digest import fingerprint
 from headrace.models.load import load_model
+from headrace.weights.digest import fingerprint
 
 
 @pytest.fixture(scope="module")

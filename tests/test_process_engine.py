@@ -22,14 +22,14 @@ from headrace.config import LoraSection, ModelSection
 from headrace.engines.base import Generation, SamplingParams
 from headrace.engines.process.child import Launch, ProcessChild
 from headrace.engines.process.engine import ProcessEngine
-from headrace.weights.shared_memory import BoundModels, SharedWeights
-from headrace.engines.torch.engine import TorchEngine
 from headrace.engines.process.wire import EngineOptions
+from headrace.engines.torch.engine import TorchEngine
 from headrace.errors import EngineError
 from headrace.models.causal import build_causal_model
-from headrace.weights.digest import fingerprint
 from headrace.models.load import load_model
 from headrace.models.modules import trained_parameters
+from headrace.weights.digest import fingerprint
+from headrace.weights.shared_memory import BoundModels, SharedWeights
 
 LONG = SamplingParams(max_tokens=200)
 

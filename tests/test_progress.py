@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console as RichConsole
 
-from headrace.tracking.terminal import Pulse, working
-from headrace.utils.threads import in_own_thread
 from headrace.tracking.base import RunInfo
 from headrace.tracking.console import ConsoleTracker
+from headrace.tracking.terminal import Pulse, working
+from headrace.utils.threads import in_own_thread
 
 
 class Clock:

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from headrace import UnifiedTrainer, registry
-from headrace.rollout.model_client import Model
-from headrace.trainer.callbacks import Callback, TrainerHandle
-from headrace.run.checkpoint import TrainerState, checkpoint_folder, list_checkpoints, step_of
 from headrace.cli.main import run
+from headrace.config.loading import build_config
 from headrace.data.task import Task
 from headrace.errors import CheckpointError
-from headrace.config.loading import build_config
+from headrace.rollout.model_client import Model
+from headrace.run.checkpoint import TrainerState, checkpoint_folder, list_checkpoints, step_of
+from headrace.trainer.callbacks import Callback, TrainerHandle
 from null_backend import Null, NullBackend, null_config, null_trainer, some_tasks
 
 Caught = pytest.CaptureFixture[str]

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from headrace.tracking.notices import to_console
 from headrace.run.directory import log_to_file
+from headrace.tracking.notices import to_console
 
 
 def test_each_run_has_a_log_of_its_own(tmp_path: Path) -> None:

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 
 from checkpoints import save_one
-from headrace.config import compatibility as resume
 from headrace.config import RunConfig
+from headrace.config import compatibility as resume
+from headrace.config.loading import build_config
 from headrace.errors import ConfigError
 from headrace.run.directory import Claim, claim_run_dir, mark_finished
-from headrace.config.loading import build_config
 
 
 def config(tmp_path: Path, **sections: Any) -> RunConfig:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from fakes import examples
 from headrace.config import RunConfig
-from headrace.errors import ConfigError
 from headrace.config.loading import build_config, field_paths, load_config, parse_overrides
+from headrace.errors import ConfigError
 
 BASE: dict[str, Any] = {
     "trainer": {"steps": 3},

@@ -19,11 +19,11 @@ from typing import Any
 import pytest
 
 from checkpoints import FileBackend, SnapshotBackend, save_one, score, some_config, some_state, writer
-from headrace.run.checkpoint import checkpoint_folder, list_checkpoints, load_newest, step_of
-from headrace.errors import CheckpointError, ConfigError
-from headrace.run.manifest import find_damage
 from headrace.config.loading import build_config
+from headrace.errors import CheckpointError, ConfigError
+from headrace.run.checkpoint import checkpoint_folder, list_checkpoints, load_newest, step_of
 from headrace.run.checkpoint_writer import adopt, steps_to_keep, tidy
+from headrace.run.manifest import find_damage
 
 MB = 1 << 20
 

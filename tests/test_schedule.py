@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fakes import examples
-from headrace.config import OptimizerSection
 from headrace.algorithms.learning_rate import learning_rate, schedule_factor
+from headrace.config import OptimizerSection
 
 SCHEDULES = ["constant", "linear", "cosine"]
 optimizers = st.builds(

@@ -18,12 +18,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fakes import examples
-from headrace.rollout.model_client import Model
-from headrace.trainer.callbacks import Callback, Metrics, TrainerHandle
-from headrace.run.checkpoint import list_checkpoints
 from headrace.data.episode import Episode
 from headrace.data.sampler import TaskSampler
 from headrace.data.task import Task
+from headrace.rollout.model_client import Model
+from headrace.run.checkpoint import list_checkpoints
+from headrace.trainer.callbacks import Callback, Metrics, TrainerHandle
 from null_backend import Null, NullBackend, Ran, null_run, scattered, some_tasks
 
 POLICIES = ("count", "drop", "wait", "mask", "trust")

@@ -14,8 +14,8 @@ from headrace import Model, Task, UnifiedTrainer
 from headrace.cli.main import run
 from headrace.config import RunConfig, Section, SourceSection
 from headrace.config.effect import idle_settings
-from headrace.errors import ConfigError
 from headrace.config.loading import build_config, field_paths
+from headrace.errors import ConfigError
 
 NAMED = {"eval.sets": {"tasks": "countdown"}, "data.mixture": {"tasks": "countdown"}, "algorithm.roles": {}}
 """Tables of named sections, with the least that one needs."""

@@ -12,16 +12,16 @@ from torch import Tensor
 
 import tiny
 from contracts.backend_contract import IMITATE, random_samples
+from headrace.algorithms.batching import pack
 from headrace.backends.local.backend import LocalBackend
 from headrace.config import AlgorithmSection, ModelSection
+from headrace.config.loading import build_config
 from headrace.data.sample import Sample
 from headrace.models.causal import build_causal_model
 from headrace.models.llama import LlamaModel
 from headrace.models.load import load_model
 from headrace.models.logprobs import target_logprobs
 from headrace.models.packed import PackedRows
-from headrace.algorithms.batching import pack
-from headrace.config.loading import build_config
 
 FAMILIES = ["llama", "llama_ungrouped_tied", "llama_biases", "qwen2", "qwen3"]
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

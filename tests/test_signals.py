@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from fakes import ROOT
+from headrace.data.task import Task
 from headrace.rollout.model_client import Model
 from headrace.run.checkpoint import list_checkpoints, step_of
-from headrace.data.task import Task
 from headrace.utils.interrupts import STOP, on_interrupt
 from null_backend import scattered
 

@@ -16,12 +16,12 @@ from staleness_policies import against, scenario
 
 from fakes import examples
 from headrace.config import RunConfig
+from headrace.config.loading import build_config
 from headrace.data.task import Task
 from headrace.errors import ConfigError
 from headrace.scheduling.durations import Duration, durations_of
 from headrace.scheduling.simulation.simulator import Simulation, simulate
 from headrace.scheduling.simulation.tally import Outcome
-from headrace.config.loading import build_config
 from null_backend import Null, null_run, some_tasks
 
 POLICIES = ("count", "drop", "wait", "mask", "trust")

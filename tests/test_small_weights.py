@@ -13,13 +13,13 @@ from torch import Tensor
 import tiny
 from forwards import assert_close, decoded_logits, reference_logits
 from headrace.config import Weights
+from headrace.config.loading import build_config
 from headrace.engines.base import SamplingParams
 from headrace.engines.torch.engine import TorchEngine
 from headrace.errors import ConfigError
-from headrace.models.kernels import cpu as native
 from headrace.models.causal import build_causal_model
+from headrace.models.kernels import cpu as native
 from headrace.models.llama import LlamaModel
-from headrace.config.loading import build_config
 from headrace.trainer.trainer import UnifiedTrainer
 from test_decoder import KINDS, sampled_at_once, sampled_one_by_one
 from test_torch_engine import TorchEngineContract

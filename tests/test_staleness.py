@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from fakes import examples
 from headrace.data.sample import NO_VERSION, Sample
-from headrace.tracking.metrics import MetricsAggregator
-from headrace.scheduling.staleness import Count, Drop, Mask, StalenessPolicy, Trust, Wait, oldest_version
 from headrace.registry import names, resolve
+from headrace.scheduling.staleness import Count, Drop, Mask, StalenessPolicy, Trust, Wait, oldest_version
+from headrace.tracking.metrics import MetricsAggregator
 
 NOW = 9
 

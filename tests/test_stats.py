@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from fakes import episode, step
+from headrace.algorithms.batching import to_samples
 from headrace.config import RunConfig
 from headrace.data.episode import Episode, Step, Trajectory
-from headrace.algorithms.batching import to_samples
-from headrace.scheduling.buffer import FinishedGroup, TrajectoryGroupBuffer
 from headrace.scheduling.batch_metrics import batch_metrics
+from headrace.scheduling.buffer import FinishedGroup, TrajectoryGroupBuffer
 
 
 def metrics(*episodes: Episode) -> dict[str, float]:

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from contracts.backend_contract import IMITATE
-from headrace.rollout.chat import ChatTemplate
-from headrace.cli.main import run as run_command
-from headrace.errors import ConfigError
 from headrace.algorithms.objectives import AdvantageObjective
+from headrace.cli.main import run as run_command
 from headrace.config.loading import build_config
+from headrace.errors import ConfigError
+from headrace.rollout.chat import ChatTemplate
 from watched import (
     FLOAT64,
     WatchedBackend,

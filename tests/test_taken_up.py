@@ -12,16 +12,16 @@ import pytest
 
 from crash_scenarios import RememberingNull
 from fakes import FakeEngine, char_chat, random_word
-from headrace.rollout.model_client import Model
-from headrace.rollout.manager import AgentLoopManager, Limits, RolloutSpec
-from headrace.trainer.callbacks import Callback, Metrics
 from headrace.data.episode import Episode
-from headrace.ledger import Ledger, LedgerReader
 from headrace.data.task import Task
 from headrace.engines.base import SamplingParams
 from headrace.errors import EngineError
-from headrace.run.journal import RunJournal
 from headrace.judge.base import Judger, Verdict
+from headrace.ledger import Ledger, LedgerReader
+from headrace.rollout.manager import AgentLoopManager, Limits, RolloutSpec
+from headrace.rollout.model_client import Model
+from headrace.run.journal import RunJournal
+from headrace.trainer.callbacks import Callback, Metrics
 from null_backend import null_run, some_tasks
 
 TASK = Task("task 7", instruction="Say a word.")

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fakes import FakeEngine
-from headrace.rollout.chat import ChatTemplate
-from headrace.rollout.model_client import Model
 from headrace.data.sample import Sample, merge_steps
 from headrace.data.task import Message
 from headrace.engines.base import SamplingParams
+from headrace.rollout.chat import ChatTemplate
+from headrace.rollout.model_client import Model
 from templates import TEMPLATES, tokenizer_with
 
 TOOL = {

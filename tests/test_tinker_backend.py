@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from contracts.backend_contract import IMITATE, REINFORCE_LIKE, BackendContract, random_samples
+from headrace.algorithms.batching import grad_scale, pack
 from headrace.backends.tinker.backend import TinkerBackend, read_state
 from headrace.config import AlgorithmSection
+from headrace.config.loading import build_config
 from headrace.data.episode import Step
 from headrace.errors import BackendError, ConfigError, DataError
-from headrace.algorithms.batching import grad_scale, pack
-from headrace.config.loading import build_config
 
 VOCABULARY = 511
 

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from contracts.backend_contract import random_samples
+from headrace.algorithms.batching import grad_scale, pack
 from headrace.backends.tinker.backend import TinkerBackend
 from headrace.backends.tinker.builtin import find_builtin, likely_scale
 from headrace.backends.tinker.renderer import RenderedTokenizer, with_renderer
 from headrace.backends.tinker.service import connect
 from headrace.config import AlgorithmSection, TinkerSection
+from headrace.config.loading import build_config
 from headrace.errors import ConfigError, DataError, MissingExtraError
 from headrace.models.load import load_tokenizer
-from headrace.algorithms.batching import grad_scale, pack
-from headrace.config.loading import build_config
 
 
 @pytest.mark.parametrize(

@@ -17,15 +17,15 @@ import tiny
 from contracts.backend_contract import IMITATE, random_samples
 from contracts.engine_contract import EngineContract
 from contracts.engine_harness import Start, soon
+from headrace.algorithms.batching import grad_scale, pack
 from headrace.backends.tinker.backend import TinkerBackend
 from headrace.backends.tinker.engine import TinkerEngine
 from headrace.backends.tinker.rows import returned_logprobs, wide_datum
 from headrace.backends.tinker.service import blocking
+from headrace.config.loading import build_config
 from headrace.data.sample import Sample
 from headrace.engines.base import SamplingParams
 from headrace.errors import EngineError
-from headrace.algorithms.batching import grad_scale, pack
-from headrace.config.loading import build_config
 
 
 @pytest.fixture(scope="module")

@@ -12,15 +12,15 @@ from typing import Any, Literal
 import pytest
 
 from fakes import CharTokenizer, FakeEngine, char_chat
-from headrace.rollout.model_client import Model
-from headrace.rollout.manager import AgentLoopManager, Limits, RolloutSpec, close_all
-from headrace.rollout.tools import Tool, ToolAgent, answer_calls, as_text, as_tools, tool
-from headrace.rollout.workflow import as_run_function
 from headrace.data.episode import Episode, TerminationReason
 from headrace.data.task import Task
 from headrace.engines.base import SamplingParams
 from headrace.errors import ConfigError, InfrastructureError
 from headrace.judge.base import FunctionJudger
+from headrace.rollout.manager import AgentLoopManager, Limits, RolloutSpec, close_all
+from headrace.rollout.model_client import Model
+from headrace.rollout.tools import Tool, ToolAgent, answer_calls, as_text, as_tools, tool
+from headrace.rollout.workflow import as_run_function
 
 SAMPLING = SamplingParams(max_tokens=500)
 

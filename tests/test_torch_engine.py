@@ -18,9 +18,9 @@ from headrace.engines.base import EvaluationView, Generation, SamplingParams
 from headrace.engines.torch.engine import TorchEngine
 from headrace.errors import ConfigError, EngineError
 from headrace.models.causal import Draws, build_causal_model
-from headrace.weights.digest import fingerprint
 from headrace.models.logprobs import target_logprobs
 from headrace.models.packed import PackedRows
+from headrace.weights.digest import fingerprint
 from pace import slowed
 
 

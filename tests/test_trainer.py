@@ -17,11 +17,11 @@ import pytest
 from safetensors.torch import load_file
 
 from headrace import Task, Trajectory, UnifiedTrainer, load_config, registry
+from headrace.config import RunConfig
+from headrace.config.loading import build_config
+from headrace.errors import ConfigError, DataError
 from headrace.rollout.model_client import Model
 from headrace.run.checkpoint import list_checkpoints, step_of
-from headrace.config import RunConfig
-from headrace.errors import ConfigError, DataError
-from headrace.config.loading import build_config
 from headrace.tracking.base import RunInfo
 
 ROOT = Path(__file__).parent.parent

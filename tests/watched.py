@@ -14,19 +14,19 @@ from transformers import AutoModelForCausalLM
 
 from fakes import effective_config
 from headrace import registry
-from headrace.rollout.chat import ChatTemplate
-from headrace.rollout.model_client import Model
-from headrace.rollout.manager import AgentLoopManager
+from headrace.algorithms.batching import pack
 from headrace.backends.base import Asked, Publication, Trained
 from headrace.backends.local.backend import LocalBackend
 from headrace.config import AlgorithmSection, RunConfig
+from headrace.config.loading import build_config
 from headrace.data.episode import Step, TrajectoryGroup
 from headrace.data.sample import Sample, TrainBatch
 from headrace.data.task import Task
 from headrace.engines.base import SamplingParams
 from headrace.models.catalog import resolve_model
-from headrace.algorithms.batching import pack
-from headrace.config.loading import build_config
+from headrace.rollout.chat import ChatTemplate
+from headrace.rollout.manager import AgentLoopManager
+from headrace.rollout.model_client import Model
 from headrace.trainer.trainer import RunResult, UnifiedTrainer
 
 FLOAT64: dict[str, Any] = {"model": {"dtype": "float64"}}

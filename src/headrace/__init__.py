@@ -9,13 +9,8 @@ from headrace.utils.openmp import wait_briefly
 
 if TYPE_CHECKING:
     from headrace.algorithms.advantages.estimators import GroupRewards
-    from headrace.rollout.model_client import Model
-    from headrace.rollout.environment import Environment
-    from headrace.rollout.gateway import model_session
-    from headrace.rollout.tools import Tool, tool
-    from headrace.rollout.workflow import Workflow, self_distill
-    from headrace.trainer.callbacks import Callback
     from headrace.config import AlgorithmSection, RunConfig
+    from headrace.config.loading import build_config, load_config
     from headrace.data.episode import Episode, ModelOutput, Step, TerminationReason, Trajectory, TrajectoryGroup
     from headrace.data.sample import Sample, TrainBatch
     from headrace.data.task import Message, Task, load_tasks
@@ -31,7 +26,12 @@ if TYPE_CHECKING:
     )
     from headrace.judge.base import Judger, Verdict
     from headrace.registry import register
-    from headrace.config.loading import build_config, load_config
+    from headrace.rollout.environment import Environment
+    from headrace.rollout.gateway import model_session
+    from headrace.rollout.model_client import Model
+    from headrace.rollout.tools import Tool, tool
+    from headrace.rollout.workflow import Workflow, self_distill
+    from headrace.trainer.callbacks import Callback
     from headrace.trainer.trainer import RunResult, UnifiedTrainer
 
 __version__ = "0.1.0"

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
+from headrace.algorithms.batching import grad_scale, pack
 from headrace.backends.base import Asked, Backend, Snapshots, Trained
 from headrace.config import AlgorithmSection, RunConfig
 from headrace.data.sample import Sample
 from headrace.engines.base import SamplingParams
 from headrace.errors import BackendError, DivergedError, PublicationError
-from headrace.algorithms.batching import grad_scale, pack
 
 REINFORCE_LIKE = AlgorithmSection(loss="ppo_clip", clip_low=10.0, clip_high=10.0)
 IMITATE = AlgorithmSection(loss="cross_entropy")

@@ -6,27 +6,29 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from headrace.algorithms.advantages.assign import assign_advantages, trained_roles
-from headrace.algorithms.distill import is_distilled, with_teacher
 from headrace.algorithms.advantages.gae import gae
 from headrace.algorithms.advantages.precomputed import brings_advantages
+from headrace.algorithms.batching import grad_scale, pack, split, to_samples
+from headrace.algorithms.distill import is_distilled, with_teacher
 from headrace.algorithms.preference import form_pairs
-from headrace.rollout.chat import ChatTemplate
-from headrace.backends.base import Backend
-from headrace.config.rules import ONE_GROUP
 from headrace.config import AlgorithmSection, RunConfig
 from headrace.config.conditions import chosen
+from headrace.config.rules import ONE_GROUP
 from headrace.data.episode import Trajectory, TrajectoryGroup
 from headrace.data.sample import NO_VERSION, Sample, TrainBatch, merge_steps
 from headrace.data.sampler import TaskSampler
 from headrace.data.task import load_tasks
 from headrace.errors import BackendError, ConfigError
 from headrace.tracking.metrics import MetricsAggregator, Reducer
-from headrace.algorithms.batching import grad_scale, pack, split, to_samples
-from headrace.scheduling.staleness import StalenessPolicy
 from headrace.utils.usercode import contained
+
+if TYPE_CHECKING:
+    from headrace.backends.base import Backend
+    from headrace.rollout.chat import ChatTemplate
+    from headrace.scheduling.staleness import StalenessPolicy
 
 IMITATE = AlgorithmSection(loss="cross_entropy")
 
@@ -96,7 +98,7 @@ class AdvantageObjective:
         self._config = config
         self._algorithm = config.algorithm
         self._backend = backend
-        self._policy = policy or StalenessPolicy(config.trainer.max_staleness)
+        self._policy = policy
         demonstrations = demonstrations or demonstration_sampler(config)
         self._demonstrations = _Demonstrations(config, chat, demonstrations) if demonstrations else None
         self.streams = _streams(config)
@@ -121,6 +123,8 @@ class AdvantageObjective:
 
     async def _within_staleness(self, samples: list[Sample], version: int, metrics: MetricsAggregator) -> list[Sample]:
         """The rows without the tokens that the staleness policy leaves out."""
+        if self._policy is None:
+            return [sample for sample in samples if sample.trained_tokens]
         measured = self._policy.to_measure(samples, version)
         scored = await self._backend.compute_logprobs(self._pack([samples[i] for i in measured])) if measured else []
         limited = self._policy.limit(samples, version, dict(zip(measured, scored, strict=True)), metrics)

@@ -30,8 +30,8 @@ def compare(
     and the same; and the exact sign test of that.
     """
     from headrace.evaluation.compare import compare as compare_results
-    from headrace.evaluation.results_file import read_evaluation
     from headrace.evaluation.report import comparison_table, show
+    from headrace.evaluation.results_file import read_evaluation
 
     one, other = read_evaluation(first), read_evaluation(second)
     found = compare_results(one, other, common)

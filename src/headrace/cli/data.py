@@ -91,9 +91,9 @@ def _of_run(file: str, overrides: tuple[str, ...]) -> tuple[Report, list[str]]:
 
 def _token_length(config: RunConfig) -> tuple[Length | None, str]:
     """How many tokens a prompt has for the run's model; or why that is not known."""
-    from headrace.rollout.chat import ChatTemplate
     from headrace.errors import HeadraceError
     from headrace.registry import load_object
+    from headrace.rollout.chat import ChatTemplate
 
     try:
         chat = ChatTemplate(load_object("headrace.models.load:load_tokenizer")(config.model.name))

@@ -25,8 +25,8 @@ def replay(
     from rich.table import Table
     from rich.text import Text
 
-    from headrace.trainer.replay import Replay
     from headrace.tracking.terminal import Console, working
+    from headrace.trainer.replay import Replay
 
     require_trust(run, trust)
     console, found = Console(), Replay(run, until)

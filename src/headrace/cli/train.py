@@ -100,8 +100,8 @@ def read_run(file: str, overrides: tuple[str, ...], *options: str, run_dir: Path
 
 def _read_resumed(run: Path, words: Sequence[str], run_dir: Path | None) -> RunConfig:
     """The configuration of a run, to go on in its own folder, with what the command line says laid over it."""
-    from headrace.run.directory import stored_config
     from headrace.config.loading import build_config, parse_overrides
+    from headrace.run.directory import stored_config
 
     if run_dir is not None:
         raise ConfigError(f"--resume goes on in {run}, so --run-dir {run_dir} does nothing; leave it out")

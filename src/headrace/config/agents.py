@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ipaddress import ip_address
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -10,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 import headrace.config.conditions as when
 from headrace.config.base import LONGEST_S, MOST_TOKENS, Section
 from headrace.config.effect import always, declare
+from headrace.utils.loopback import is_loopback
 
 
 class WorkflowSection(Section):
@@ -95,14 +95,6 @@ class GatewaySection(Section):
                 'set gateway.token, or leave gateway.host at "127.0.0.1"'
             )
         return self
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach the address."""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 class RolloutSection(Section):

@@ -22,7 +22,7 @@ _OBJECT = "given:object"
 class Spot(NamedTuple):
     """Where a setting stands: the whole configuration, its own section, and that section's key."""
 
-    c: RunConfig
+    c: Any  # a RunConfig, whose sections are declared by means of this
     own: Any
     at: str
 

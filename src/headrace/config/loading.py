@@ -12,9 +12,9 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from headrace.config.rules import impossible
 from headrace.config import RunConfig
 from headrace.config.effect import idle_settings
+from headrace.config.rules import impossible
 from headrace.errors import ConfigError
 from headrace.registry import nearest
 

@@ -268,3 +268,23 @@ _RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _modes,
     _secrets,
 )
+
+
+def resolve_objective(config: RunConfig, objects: Collection[str] | None = None) -> RunConfig:
+    """Check the configuration, and fill in what the objective settles.
+
+    With `objects`, those that are given in place of names, settings without effect are refused, too.
+    """
+    if objects is None:
+        check_combinations(config)
+    else:
+        check_settings(config, objects)
+    algorithm, rollout = config.algorithm, config.rollout
+    if algorithm.objective == "sft":  # the same loop: one demonstration per task, all advantages 1, cross-entropy
+        algorithm = algorithm.model_copy(update={"estimator": "constant", "loss": "cross_entropy"})
+        rollout = rollout.model_copy(update={"group_size": 1})
+    elif algorithm.objective == "dpo":
+        algorithm = algorithm.model_copy(update={"loss": "dpo"})
+        if config.workflow.name == "preference":  # a pair of a file is one episode with two trajectories
+            rollout = rollout.model_copy(update={"group_size": 1})
+    return config.model_copy(update={"algorithm": algorithm, "rollout": rollout})

@@ -1,1 +1,1 @@
-"""The words of the domain as data: tasks, episodes, samples."""
+"""The data model (tasks, episodes, samples), and where tasks come from."""

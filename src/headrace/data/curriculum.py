@@ -117,9 +117,19 @@ class CurriculumSampler(TaskSampler):
         if right:
             self.curriculum.observe(Outcome(version, group_id, self._key_of(draw.task), sum(right) / len(right)))
 
+    def end_version(self, version: int) -> None:
+        """The outcomes of the version become part of the rates."""
+        self.curriculum.count(version)
+
     def state(self) -> dict[str, Any]:
         """The rates."""
         return self.curriculum.state()
+
+    def restore(self, position: Position, state: dict[str, Any] | None) -> None:
+        """With the rates, if there are any."""
+        super().restore(position, state)
+        if state is not None:
+            self.curriculum.restore(state)
 
     def figures(self) -> dict[str, float]:
         """How much was passed over since this was last asked, and the rates."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from headrace.data.episode import Episode
 from headrace.data.task import Task
 from headrace.errors import ConfigError
 
@@ -82,6 +83,16 @@ class TaskSampler:
     def state(self) -> dict[str, Any] | None:
         """What a checkpoint keeps beside the position, as JSON; None if there is nothing more."""
         return None
+
+    def restore(self, position: Position, state: dict[str, Any] | None) -> None:
+        """Resume where a run stood: the inverse of `position` and `state`."""
+        self.position = position
+
+    def observe(self, version: int, group_id: int, draw: Draw, episodes: Iterable[Episode]) -> None:
+        """A group that was drawn here has its end, at this version. A curriculum learns from it."""
+
+    def end_version(self, version: int) -> None:
+        """All groups of a version are trained: later draws may depend on how they went."""
 
     def figures(self) -> dict[str, float]:
         """Metrics of what was drawn since they were last asked for."""

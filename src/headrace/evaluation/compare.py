@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from headrace.data.codec import JsonData
 from headrace.errors import ConfigError
-from headrace.evaluation.results_file import EvaluationResult, SetResult, TaskScore
 from headrace.evaluation.evaluator import bootstrap_interval
+from headrace.evaluation.results_file import EvaluationResult, SetResult, TaskScore
 
 _RESAMPLES = 2000
 Pair = tuple[TaskScore, TaskScore]

@@ -8,22 +8,23 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from headrace.backends.base import Backend
+from headrace.config import RunConfig
+from headrace.config.rules import resolve_objective
+from headrace.data.episode import Episode
+from headrace.errors import ConfigError, boundary, first_of
+from headrace.evaluation.evaluator import Evaluator, is_right, under
+from headrace.evaluation.report import Progressing, draw, evaluation_table, show
+from headrace.evaluation.results_file import EvaluationResult, SetResult, set_result, write_evaluation
+from headrace.evaluation.setup import assemble_evaluation, assemble_remote_evaluation
+from headrace.ledger.export import plain
+from headrace.registry import load_object, resolve
 from headrace.rollout.gateway import close_gateway
 from headrace.rollout.manager import AgentLoopManager, close_all, start_workflows
-from headrace.trainer.setup import assemble_evaluation, assemble_remote_evaluation, resolve_objective
-from headrace.backends.base import Backend
 from headrace.run.checkpoint import is_checkpoint, list_checkpoints, load_checkpoint
-from headrace.config import RunConfig
-from headrace.data.episode import Episode
-from headrace.ledger.export import plain
-from headrace.errors import ConfigError, boundary, first_of
-from headrace.evaluation.results_file import EvaluationResult, SetResult, set_result, write_evaluation
-from headrace.evaluation.report import Progressing, draw, evaluation_table, show
-from headrace.evaluation.evaluator import Evaluator, is_right, under
-from headrace.utils.interrupts import interruptible
-from headrace.registry import load_object, resolve
-from headrace.utils.running import run_loop
 from headrace.tracking.terminal import working
+from headrace.utils.interrupts import interruptible
+from headrace.utils.running import run_loop
 from headrace.utils.threads import in_own_thread
 
 
@@ -197,7 +198,7 @@ async def _evaluate(config: RunConfig, checkpoint: Path | None, evaluation: _Eva
             if checkpoint is not None:
                 await load_checkpoint(checkpoint, parts.backend, _tell)
             await parts.backend.publish(0)  # an engine of its own would have the weights of the model as it was loaded
-        await evaluation.run(parts.eval_manager, parts.evaluator)
+        await evaluation.run(parts.manager, parts.evaluator)
     finally:
         await parts.engine.close()
         await parts.backend.close()

@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from headrace.rollout.manager import AgentLoopManager
 from headrace.config import EvalSet, RolloutSection
 from headrace.data.episode import Episode, is_number
 from headrace.data.seeds import derive_seed
 from headrace.data.task import Task
-from headrace.utils.deadline import call_user
 from headrace.engines.base import SamplingParams
 from headrace.errors import WorkflowError
+from headrace.rollout.manager import AgentLoopManager
+from headrace.utils.deadline import call_user
 from headrace.utils.usercode import reason_of
 
 _Z95 = 1.959963984540054
@@ -65,7 +65,6 @@ class Evaluator:
         metrics: dict[str, float] = {}
         for name, (section, tasks) in self.sets.items():
             own = self._managers.get(name, manager)
-            own.values = manager.values
             done = 0
             total = len(tasks) * section.attempts
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from headrace.data.codec import JsonData
 from headrace.data.episode import Episode
-from headrace.ledger import LedgerReader
 from headrace.data.task import Task
 from headrace.errors import ConfigError, DataError, boundary
 from headrace.evaluation.evaluator import is_right
+from headrace.ledger import LedgerReader
 
 FORMAT = 1
 

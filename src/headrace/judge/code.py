@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 from headrace.data.episode import Episode
 from headrace.data.task import Task
-from headrace.utils.deadline import own_limits
 from headrace.errors import ConfigError, DataError
 from headrace.judge.asserts import Asserts, read_asserts
 from headrace.judge.base import Judger, Verdict
@@ -24,6 +23,7 @@ from headrace.judge.extract import LONGEST_TEXT, in_tags
 from headrace.judge.guest import GUEST
 from headrace.judge.sandbox import Mode, Sandbox, SandboxLimits
 from headrace.judge.session import Session
+from headrace.utils.deadline import own_limits
 
 # possessive, or two runs of spaces side by side take quadratic time
 _BLOCK = re.compile(r"^```[ \t]*+(python3?|py)?[ \t]*+\n(.*?)^```", re.MULTILINE | re.DOTALL | re.IGNORECASE)

@@ -13,8 +13,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from headrace.utils.child_environment import child_environment
 from headrace.errors import ConfigError, InfrastructureError
+from headrace.utils.child_environment import child_environment
 
 _START_S = 120.0  # a worker imports its package first, on a machine that may be busy
 _LONGEST_ANSWER = 1 << 20

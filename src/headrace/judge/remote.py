@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from headrace.data.episode import Episode
-from headrace.ledger.export import plain
 from headrace.data.task import Task
 from headrace.errors import RefusedError, WorkflowError
 from headrace.judge.base import Judger, Verdict
+from headrace.ledger.export import plain
 from headrace.registry import load_object
 
 _SHOWN = 200

@@ -8,11 +8,11 @@ from typing import Any, Protocol
 
 from headrace.data.episode import Episode
 from headrace.data.task import Task
-from headrace.utils.deadline import Call
 from headrace.errors import ConfigError, DeadlineError, is_infrastructure
 from headrace.judge.base import JudgeError, Judger, Verdict, ends_the_run
 from headrace.judge.compose import Holder, make_judger
 from headrace.registry import nearest
+from headrace.utils.deadline import Call
 
 log = logging.getLogger("headrace")
 

@@ -10,9 +10,9 @@ from operator import attrgetter
 from typing import Any, Final
 
 from headrace.data.episode import NO_ROLLOUT, Episode, ModelOutput, OwnedMessages, Step, Trajectory
+from headrace.data.task import Message
 from headrace.ledger.pack import Packer, expand, runs, same_floats, unpack
 from headrace.ledger.records import CallRecord
-from headrace.data.task import Message
 
 FIRST_PROMPT: Final = -1
 """Stands for the first prompt of the group where the number of an earlier call may stand."""

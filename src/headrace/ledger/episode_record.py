@@ -13,12 +13,14 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from headrace.data.episode import Episode, ModelOutput
 from headrace.data.task import Message
-from headrace.engines.base import SamplingParams
 from headrace.errors import WorkflowError
+
+if TYPE_CHECKING:
+    from headrace.engines.base import SamplingParams
 
 
 class DivergedReplay(WorkflowError):

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from headrace.data.episode import NO_ROLLOUT, Trajectory
+from headrace.errors import ConfigError, LedgerError, boundary
 from headrace.ledger.reader import LedgerReader
 from headrace.ledger.records import EpisodeRecord, GroupState, TrainedRow
-from headrace.errors import ConfigError, LedgerError, boundary
 from headrace.registry import load_object
 
 Write = Callable[[Iterator[dict[str, Any]], Path], int]

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import quote
 
-from headrace.ledger.schema import APPLICATION_ID, MIGRATIONS, migrate, version_of
 from headrace.errors import LedgerError
+from headrace.ledger.schema import APPLICATION_ID, MIGRATIONS, migrate, version_of
 
 FILE_NAME = "ledger.sqlite"
 _WAL_BYTES = 64 << 20

@@ -12,14 +12,14 @@ from typing import Any
 
 from headrace.config import LedgerSection
 from headrace.data.episode import Episode, ModelOutput, OwnedMessages
+from headrace.data.sample import TrainBatch
+from headrace.data.task import Message
 from headrace.ledger.files import Lock, connect_reader, connect_writer, explaining, ledger_file
 from headrace.ledger.reader import LedgerReader
 from headrace.ledger.recorder import Recorder, packed_result
 from headrace.ledger.records import CallRecord, GroupState
 from headrace.ledger.restoring import Excerpt
 from headrace.ledger.writer import Writer
-from headrace.data.sample import TrainBatch
-from headrace.data.task import Message
 
 _DEFAULT = LedgerSection()
 

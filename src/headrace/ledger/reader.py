@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from headrace.data.episode import Episode
+from headrace.errors import LedgerError
 from headrace.ledger.bodies import FIRST_PROMPT, Base, unpack_call, unpack_episode, unpack_prompt
 from headrace.ledger.columns import FIGURES, episode_fields
 from headrace.ledger.files import connect_reader, explaining, ledger_file
@@ -42,7 +43,6 @@ from headrace.ledger.restoring import (
     read_standing,
 )
 from headrace.ledger.rows import unpack_rows
-from headrace.errors import LedgerError
 
 Row = tuple[Any, ...]
 

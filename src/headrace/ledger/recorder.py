@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from headrace.data.episode import Episode
+from headrace.data.sample import TrainBatch
+from headrace.errors import LedgerError
 from headrace.ledger.bodies import Base, pack_call, pack_episode, pack_prompt, unpack_prompt
 from headrace.ledger.columns import figures, stored_text, unstorable
 from headrace.ledger.pack import pack_value, to_json
@@ -21,8 +23,6 @@ from headrace.ledger.reader import LedgerReader
 from headrace.ledger.records import CallRecord, EpisodeState, GroupState, ResultRecord
 from headrace.ledger.restoring import ENDINGS, GROUP, Excerpt
 from headrace.ledger.rows import pack_rows
-from headrace.data.sample import TrainBatch
-from headrace.errors import LedgerError
 
 Rollout = tuple[int, int, int]
 """Group id, rollout index, attempt."""

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from headrace.ledger.account import Account as Account
 from headrace.data.episode import Episode, ModelOutput, OwnedMessages
+from headrace.ledger.account import Account as Account
 
 
 class GroupState(StrEnum):

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from itertools import compress
 from typing import Final
 
+from headrace.data.sample import Sample, TrainBatch
 from headrace.ledger.pack import Packer, require_sane, unpack
 from headrace.ledger.records import TrainedRow
-from headrace.data.sample import Sample, TrainBatch
 
 _NONE, _ONE, _EACH = range(3)  # numbers that a row has in the array of advantages: none, one for all tokens, one each
 _COLUMNS = 6  # of integers

@@ -19,9 +19,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+from headrace.errors import LedgerError
 from headrace.ledger.files import explained
 from headrace.ledger.recorder import Recorder
-from headrace.errors import LedgerError
 
 Event = tuple[Callable[..., None], tuple[Any, ...]]
 """A method of the Recorder, and its arguments."""

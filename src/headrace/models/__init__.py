@@ -1,1 +1,1 @@
-"""Models by name: what ships with the package, what can be fetched, and whether a model folder is sound."""
+"""Models: the catalogue, the forwards, packed rows and the native kernels."""

@@ -17,9 +17,9 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from headrace.models.elementwise import norm_backward, normed, probabilities, swiglu, swiglu_backward, turn_
-from headrace.models.linear import FusedLinear, add_gradient
 from headrace.models.kernels.cpu import narrow
 from headrace.models.kernels.cpu.narrow import narrow_head_kernels, narrow_kernels
+from headrace.models.linear import FusedLinear, add_gradient
 from headrace.models.packed import PackedRows
 from headrace.models.tree_attention import Angles, tree_backward, tree_forward
 

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.models.linear import add_gradient
 from headrace.models.kernels.cpu import kernels_for
+from headrace.models.linear import add_gradient
 
 
 def normed(x_ND: Tensor, norm: Any) -> tuple[Tensor, Tensor]:

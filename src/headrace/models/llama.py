@@ -21,11 +21,11 @@ from headrace.config import Weights
 from headrace.models import decoder_layer as whole
 from headrace.models.causal import Draws, require_no_copy
 from headrace.models.elementwise import normed, swiglu, turn_
+from headrace.models.kernels.cpu import kernels_for
+from headrace.models.kernels.cpu.decoder import SMALL_INPUTS, Decoder, fits, fits_small
 from headrace.models.linear import FusedLinear
 from headrace.models.llama_cache import LENGTH_GRAIN, LlamaCache, round_up
 from headrace.models.modules import copy_weights, trained_parameters
-from headrace.models.kernels.cpu import kernels_for
-from headrace.models.kernels.cpu.decoder import SMALL_INPUTS, Decoder, fits, fits_small
 from headrace.models.packed import PackedRows
 from headrace.models.tree_attention import Angles, attention_with_past, tree_attention
 

@@ -1,1 +1,1 @@
-"""Agents: what users write (workflows), the model handed to them, and what runs them over tasks."""
+"""Rollouts: workflows, the model that they call, tools, environments, the gateway, and the manager that runs them."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from headrace.rollout.messages import ToolSchema, normal, same_reply, split_tool_calls, written_out
 from headrace.data.episode import ModelOutput, Step
 from headrace.data.task import Message
 from headrace.engines.base import Generation
 from headrace.errors import DataError, ModelError, boundary
+from headrace.rollout.messages import ToolSchema, normal, same_reply, split_tool_calls, written_out
 
 _THINK_OPEN, _THINK_CLOSE = "<think>", "</think>"
 _TAIL = 16  # tokens, enough to hold _THINK_OPEN however it is split

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from headrace.rollout.model_client import Model
 from headrace.data.episode import TerminationReason
 from headrace.data.task import Message, Task
 from headrace.errors import BudgetExceededError, ConfigError, WorkflowError
 from headrace.registry import require_parameters, resolve
+from headrace.rollout.model_client import Model
 from headrace.utils.threads import call_anyhow
 
 

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
-from headrace.rollout.model_client import Model
 from headrace.data.episode import Episode, TerminationReason, is_number
 from headrace.data.task import Message, Task
 from headrace.errors import BudgetExceededError, ConfigError, PromptTooLongError, WorkflowError
 from headrace.registry import check_call, require_parameters, resolve
+from headrace.rollout.model_client import Model
 from headrace.utils.threads import call_anyhow
 
 

@@ -11,16 +11,9 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from headrace.rollout.budget import Budget
-from headrace.rollout.chat import ChatTemplate
-from headrace.rollout.model_client import Model
-from headrace.ledger.episode_record import EpisodeRecord, Journal, NoJournal
-from headrace.rollout.store import Values, ValuesInMemory
-from headrace.rollout.workflow import Outcome, RunFunction, limit_met, until_no_room
 from headrace.data.episode import Episode, FinishReason, TerminationReason, Trajectory, is_number
 from headrace.data.seeds import derive_seed
 from headrace.data.task import Task
-from headrace.utils.deadline import Call, call_user
 from headrace.engines.base import Generates, SamplingParams
 from headrace.errors import (
     DeadlineError,
@@ -34,6 +27,13 @@ from headrace.errors import (
 )
 from headrace.judge.base import JudgeError, Judger, Verdict, ends_the_run
 from headrace.judge.router import GuardedJudger
+from headrace.ledger.episode_record import EpisodeRecord, Journal, NoJournal
+from headrace.rollout.budget import Budget
+from headrace.rollout.chat import ChatTemplate
+from headrace.rollout.model_client import Model
+from headrace.rollout.store import Values, ValuesInMemory
+from headrace.rollout.workflow import Outcome, RunFunction, limit_met, until_no_room
+from headrace.utils.deadline import Call, call_user
 from headrace.utils.usercode import reason_of, where_it_failed
 
 log = logging.getLogger("headrace")
@@ -75,6 +75,7 @@ class AgentLoopManager:
         needs_reward: Callable[[str], bool] = lambda role: True,
         training: bool = True,
         journal: Journal | None = None,
+        values: Values | None = None,
         new_model: Callable[..., Model] = Model,
     ) -> None:
         self._run = run
@@ -85,9 +86,8 @@ class AgentLoopManager:
         self._limits = limits = limits or Limits()
         self._needs_reward = needs_reward
         self._training = training
-        self.journal = journal or NoJournal()
-        self.values: Values = ValuesInMemory()
-        """What episodes remember for each other."""
+        self._journal = journal or NoJournal()
+        self._values = values or ValuesInMemory()  # what episodes remember for each other
         self._places = asyncio.Semaphore(limits.max_concurrent)
 
     async def roll_out_group(
@@ -116,7 +116,7 @@ class AgentLoopManager:
         A prompt that outgrows the model ends the episode; it has failed only if nothing was said before.
         """
         async with self._places:
-            record = self.journal.open(spec.group_id, spec.rollout_idx, spec.seed)
+            record = self._journal.open(spec.group_id, spec.rollout_idx, spec.seed)
             retries = 0
             while True:
                 episode, broke = await self._attempt(spec, sampling, record)
@@ -128,7 +128,7 @@ class AgentLoopManager:
                 else:
                     break
                 log.warning("the episode of task %s is restarted: %s", spec.task.id, why)
-                record = self.journal.restart(record)
+                record = self._journal.restart(record)
             if episode.attempt != record.attempt:
                 episode = replace(episode, attempt=record.attempt)
             record.finished(episode)
@@ -156,7 +156,7 @@ class AgentLoopManager:
         self, spec: RolloutSpec, sampling: SamplingParams, record: EpisodeRecord
     ) -> tuple[Episode, bool]:
         """The episode, and whether it failed for a reason that may be gone at the next attempt."""
-        values = self.values if self._training else ValuesInMemory(self.values)
+        values = self._values if self._training else ValuesInMemory(self._values)
         model = self._new_model(
             self._engine, self._chat, sampling, spec.seed, self._training, record, self._limits.budget, values
         )

@@ -9,10 +9,10 @@ from typing import Any
 from mcp import Client, StdioServerParameters
 from mcp.shared.exceptions import MCPError
 
+from headrace.errors import ConfigError, InfrastructureError, first_of
 from headrace.rollout.tools import Tool
 from headrace.utils.child_environment import child_environment
 from headrace.utils.deadline import end_task
-from headrace.errors import ConfigError, InfrastructureError, first_of
 
 _START_S = 30.0
 _CALL_S = 120.0

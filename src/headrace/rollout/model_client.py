@@ -12,16 +12,16 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from headrace.rollout.budget import Budget, Spending
-from headrace.rollout.chat import ChatTemplate
-from headrace.rollout.messages import ToolSchema
-from headrace.ledger.episode_record import DivergedReplay, EpisodeRecord, NoRecord, call_digest, tool_digest
-from headrace.rollout.store import Store, Values, ValuesInMemory
 from headrace.data.episode import FinishReason, ModelOutput, OwnedMessages, Step, Trajectory
 from headrace.data.seeds import derive_seed
 from headrace.data.task import Message
 from headrace.engines.base import Generates, Generation, SamplingParams
 from headrace.errors import EngineError, HeadraceError, PromptTooLongError, WorkflowError
+from headrace.ledger.episode_record import DivergedReplay, EpisodeRecord, NoRecord, call_digest, tool_digest
+from headrace.rollout.budget import Budget, Spending
+from headrace.rollout.chat import ChatTemplate
+from headrace.rollout.messages import ToolSchema
+from headrace.rollout.store import Store, Values, ValuesInMemory
 from headrace.utils.threads import call_anyhow
 
 T = TypeVar("T")

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from headrace.rollout.chat import ChatTemplate
-from headrace.rollout.model_client import Answered, Model
-from headrace.rollout.messages import ToolSchema, split_tool_calls
 from headrace.data.episode import ModelOutput, OwnedMessages, Step
 from headrace.data.seeds import derive_seed
 from headrace.data.task import Message
@@ -20,6 +17,9 @@ from headrace.errors import (
     UnreachableError,
     WorkflowError,
 )
+from headrace.rollout.chat import ChatTemplate
+from headrace.rollout.messages import ToolSchema, split_tool_calls
+from headrace.rollout.model_client import Answered, Model
 
 _NOBODY_IS_LET_IN = (401, 403, 404)  # wrong key, wrong path or wrong model: no other request would fare better
 _TOO_LONG = ("context length", "context_length", "maximum context", "too long", "max_model_len", "too many tokens")

@@ -10,12 +10,12 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
-from headrace.rollout.model_client import Model
-from headrace.rollout.messages import ToolSchema
 from headrace.data.episode import TerminationReason
 from headrace.data.task import Message, Task
 from headrace.errors import BudgetExceededError, ConfigError, HeadraceError, InfrastructureError
 from headrace.registry import load_object, resolve
+from headrace.rollout.messages import ToolSchema
+from headrace.rollout.model_client import Model
 from headrace.utils.threads import call_anyhow
 
 _LONGEST = 20_000  # characters of an answer that the model is shown

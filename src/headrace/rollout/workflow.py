@@ -12,11 +12,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, SupportsFloat
 
-from headrace.rollout.model_client import Model
 from headrace.data.episode import Episode, Step, TerminationReason, Trajectory, is_number
 from headrace.data.task import Message, Task
 from headrace.errors import BudgetExceededError, ConfigError, DataError, PromptTooLongError
 from headrace.registry import call_with
+from headrace.rollout.model_client import Model
 
 Outcome = Episode | Trajectory | list[Trajectory] | SupportsFloat | None
 RunFunction = Callable[[Task, Model], Awaitable[Outcome]]

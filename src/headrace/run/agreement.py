@@ -11,10 +11,10 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import astuple, replace
 from pathlib import Path
 
-from headrace.run.checkpoint import TrainerState
+from headrace.errors import LedgerError
 from headrace.ledger import Ledger, LedgerReader
 from headrace.ledger.restoring import Excerpt, Standing
-from headrace.errors import LedgerError
+from headrace.run.checkpoint import TrainerState
 from headrace.tracking.jsonl import FILE_NAME, read_rows
 
 _WITHOUT_IT = (

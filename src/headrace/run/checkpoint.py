@@ -12,11 +12,13 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from headrace.run import manifest
-from headrace.backends.base import Backend
 from headrace.errors import CheckpointError, ConfigError
+from headrace.run import manifest
+
+if TYPE_CHECKING:
+    from headrace.backends.base import Backend
 
 _PREFIX = "step_"
 _STATE, _RANDOM = "trainer.json", "random.json"

@@ -11,22 +11,26 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from headrace.run import manifest
-from headrace.backends.base import Backend, Snapshots
-from headrace.run.checkpoint import Tell, TrainerState, checkpoint_folder, find_whole, list_checkpoints, step_of
-from headrace.config.rules import best_metric
 from headrace.config import RunConfig, TrainerSection
-from headrace.utils.durable import sync, sync_tree
+from headrace.config.rules import best_metric
 from headrace.errors import BackendError, CheckpointError, ConfigError
+from headrace.run import manifest
+from headrace.run.checkpoint import Tell, TrainerState, checkpoint_folder, find_whole, list_checkpoints, step_of
+from headrace.utils.durable import sync, sync_tree
+
+if TYPE_CHECKING:
+    from headrace.backends.base import Backend
 
 _log = logging.getLogger(__name__)
 _PARTIAL, _REPLACED, _DELETED = "partial", "replaced", "deleted"
 WriteState = Callable[[Path], None]
+Snapshot = Callable[[], Awaitable[WriteState]]
 
 
 class CheckpointWriter:
@@ -37,7 +41,7 @@ class CheckpointWriter:
         self._backend = backend
         self._section = config.trainer
         self._best_metric = best_metric(config)
-        self._snapshot = backend.snapshot if isinstance(backend, Snapshots) else None
+        self._snapshot: Snapshot | None = getattr(backend, "snapshot", None)  # not every backend can copy its state
         if self._section.save_async and self._snapshot is None:
             raise ConfigError(
                 f'trainer.save_async = true needs a backend with the method snapshot, and "{config.backend.name}" has '

@@ -11,18 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.run.checkpoint import is_checkpoint, list_checkpoints
 from headrace.config import RunConfig
+from headrace.config.compatibility import check_branching, check_going_on, check_numerics
+from headrace.errors import ConfigError, LedgerError
 from headrace.ledger import LedgerReader
 from headrace.ledger.files import ledger_file
-from headrace.utils.durable import write_durably
-from headrace.errors import ConfigError, LedgerError
-from headrace.tracking.notices import RunLog
 from headrace.registry import nearest
-from headrace.config.compatibility import check_branching, check_going_on, check_numerics
-from headrace.run.lock import RunFolderInUseError, RunLock
+from headrace.run.checkpoint import is_checkpoint, list_checkpoints
 from headrace.run.checkpoint_writer import tidy
+from headrace.run.lock import RunFolderInUseError, RunLock
 from headrace.tracking.jsonl import FILE_NAME, read_rows
+from headrace.tracking.notices import RunLog
+from headrace.utils.durable import write_durably
 
 _FINISHED, _CONFIG, _NUMERICS = "finished", "config.json", "numerics.json"
 _WORDS = ("auto", "never")

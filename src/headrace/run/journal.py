@@ -11,20 +11,22 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from headrace.ledger.episode_record import DivergedReplay, EpisodeRecord, Journal, NoJournal
-from headrace.run.agreement import reconcile, with_excerpt
-from headrace.backends.base import Publication
-from headrace.run.checkpoint import TrainerState
 from headrace.config import RunConfig
 from headrace.data.episode import Episode, ModelOutput
-from headrace.ledger import Account, GroupState, Ledger
-from headrace.ledger.records import BatchRecord, CallRecord, GroupRecord, ResultRecord, UnfinishedGroup
 from headrace.data.sample import TrainBatch
 from headrace.data.sampler import Draw, Position
 from headrace.data.task import Message
-from headrace.scheduling.buffer import FinishedGroup
+from headrace.ledger import Account, GroupState, Ledger
+from headrace.ledger.episode_record import DivergedReplay, EpisodeRecord, Journal, NoJournal
+from headrace.ledger.records import BatchRecord, CallRecord, GroupRecord, ResultRecord, UnfinishedGroup
+from headrace.run.agreement import reconcile, with_excerpt
+from headrace.run.checkpoint import TrainerState
+
+if TYPE_CHECKING:
+    from headrace.backends.base import Publication
+    from headrace.scheduling.buffer import FinishedGroup
 
 _NOTHING_TO_TRAIN = "the batch held nothing to train"
 

@@ -11,8 +11,8 @@ from headrace.algorithms.filters import is_uniform
 from headrace.config import AlgorithmSection
 from headrace.data.episode import TrajectoryGroup
 from headrace.data.sample import NO_VERSION, Sample
-from headrace.tracking.metrics import MetricsAggregator, Reducer
 from headrace.scheduling.buffer import FinishedGroup
+from headrace.tracking.metrics import MetricsAggregator, Reducer
 
 
 def batch_metrics(finished: Sequence[FinishedGroup], samples: Sequence[Sample], version: int) -> MetricsAggregator:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from headrace.tracking.metrics import MetricsAggregator, Reducer
 from headrace.scheduling.buffer import FinishedGroup
+from headrace.tracking.metrics import MetricsAggregator, Reducer
 
 
 class SelectionBias:

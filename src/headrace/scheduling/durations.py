@@ -15,9 +15,9 @@ import numpy as np
 
 from headrace.config import RunConfig, SimulateSection
 from headrace.errors import ConfigError
-from headrace.tracking.metrics import MetricsAggregator, Reducer
 from headrace.scheduling.buffer import FinishedGroup
 from headrace.tracking.jsonl import FILE_NAME, read_rows
+from headrace.tracking.metrics import MetricsAggregator, Reducer
 
 QUANTILES = (0, 10, 25, 50, 75, 90, 95, 99, 100)
 _SLOWEST = 0.9  # of a recorded run, the slowest tenth counts as slow

@@ -1,1 +1,1 @@
-"""Servers: the local engine and learner behind APIs that other programs speak."""
+"""The Tinker API over the local engine and learner."""

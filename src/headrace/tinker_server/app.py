@@ -15,13 +15,13 @@ from starlette.routing import Route
 from tinker import types
 
 from headrace.errors import HeadraceError
-from headrace.utils.listening import JSON, PROTOBUF, Rules
 from headrace.tinker_server.catalogue import Catalogue
 from headrace.tinker_server.checks import digest
 from headrace.tinker_server.options import Refusal
 from headrace.tinker_server.sample import start_sample
 from headrace.tinker_server.service import Service
 from headrace.tinker_server.wire import read_json
+from headrace.utils.listening import JSON, PROTOBUF, Rules
 
 log = logging.getLogger("headrace")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.config.agents import is_loopback
 from headrace.errors import ConfigError, HeadraceError
+from headrace.utils.loopback import is_loopback
 
 
 class Refusal(HeadraceError, ValueError):

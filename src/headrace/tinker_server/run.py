@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 
-from headrace.utils.interrupts import on_interrupt
-from headrace.utils.listening import HttpServer, listen
 from headrace.tinker_server.app import Routes
 from headrace.tinker_server.options import ServeOptions
 from headrace.tinker_server.service import Service
+from headrace.utils.interrupts import on_interrupt
+from headrace.utils.listening import HttpServer, listen
 
 log = logging.getLogger("headrace")
 

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from headrace.engines.base import DEFAULT_SAMPLING, Generation, SamplingParams
-from headrace.engines.torch.lane import Lane
 from headrace.engines.request import Request, settle
+from headrace.engines.torch.lane import Lane
 from headrace.errors import DataError, EngineError, PromptTooLongError
 from headrace.models.causal import CausalModel
 from headrace.models.logprobs import wide_dtype

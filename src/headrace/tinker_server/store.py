@@ -19,10 +19,10 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from headrace.utils.durable import sync, sync_tree, write_durably
 from headrace.errors import CheckpointError, boundary
 from headrace.tinker_server.base import LoraShape
 from headrace.tinker_server.options import Refusal
+from headrace.utils.durable import sync, sync_tree, write_durably
 
 log = logging.getLogger("headrace")
 

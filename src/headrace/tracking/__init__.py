@@ -1,1 +1,1 @@
-"""Trackers: where metrics go."""
+"""Tracking: metrics, and the trackers that show and store them."""

@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from headrace import registry
-from headrace.engines.base import EngineHealth
 from headrace.errors import ConfigError
 from headrace.tracking.terminal import Doing
+
+if TYPE_CHECKING:
+    from headrace.engines.base import EngineHealth
 
 log = logging.getLogger("headrace")
 

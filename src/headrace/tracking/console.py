@@ -6,6 +6,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.live import Live
@@ -15,8 +16,10 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.tracking import terminal
-from headrace.engines.base import EngineHealth
 from headrace.tracking.base import RunInfo, eval_sets
+
+if TYPE_CHECKING:
+    from headrace.engines.base import EngineHealth
 
 _MAX_WIDTH = 100
 _MIN_WIDTH = 66  # narrower, and the curves' columns no longer fit

@@ -12,8 +12,8 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol
 
 from headrace.config import RunConfig
-from headrace.utils.deadline import Call
 from headrace.tracking.base import TrackerSet
+from headrace.utils.deadline import Call
 from headrace.utils.usercode import contained
 
 Metrics = Mapping[str, float]
@@ -127,11 +127,11 @@ class CallbackSet:
 class Evaluating(Callback):
     """Evaluates before, between and after. While generation runs ahead, an evaluation runs beside training."""
 
-    def __init__(self, saving: Saving) -> None:
+    def __init__(self, saving: Saving, unreported: int | None = None) -> None:
         self._saving = saving
         self._before = 0
         self._running: asyncio.Task[dict[str, float]] | None = None
-        self.untold: int | None = None
+        self.unreported = unreported
         """The step whose evaluation is under way, or is done and not reported. A checkpoint keeps it."""
         self._found: dict[str, float] = {}
 
@@ -141,10 +141,10 @@ class Evaluating(Callback):
 
     async def begin(self) -> dict[str, float]:
         """After every `on_train_start`: the evaluation before the first step, or one that an interruption cut off."""
-        if self.untold is not None and self.untold == self._trainer.step:
+        if self.unreported is not None and self.unreported == self._trainer.step:
             self._running = await self._trainer.start_evaluation()
-        elif self.untold is not None:
-            self._found = self._trainer.evaluated(self.untold)
+        elif self.unreported is not None:
+            self._found = self._trainer.evaluated(self.unreported)
         if not (self._section.before and self._section.sets and self._trainer.step == 0):
             return {}
         return await self._trainer.evaluate()
@@ -155,7 +155,7 @@ class Evaluating(Callback):
     async def on_batch_end(self, step: int, metrics: Metrics) -> dict[str, float]:
         found, self._found = self._found, {}
         if self._running is None:
-            self.untold = None
+            self.unreported = None
         section = self._trainer.config.trainer
         last, saves = step >= section.steps, self._saving.due(step)
         wanted = bool(self._section.sets) and due(self._section.every, self._before, step) and not last
@@ -163,21 +163,21 @@ class Evaluating(Callback):
         if self._running is not None and (last or wanted or saves or self._running.done()):
             found |= await self._end()
         if wanted and section.max_staleness:
-            self.untold, self._running = step, await self._trainer.start_evaluation()
+            self.unreported, self._running = step, await self._trainer.start_evaluation()
         elif wanted or (last and self._section.after and self._section.sets):
             found |= await self._trainer.evaluate()
         return found
 
     async def on_train_end(self, trainer: TrainerHandle) -> None:
         if self._running is not None:  # the run was stopped: its metrics are tracked when it is resumed
-            untold = self.untold
+            unreported = self.unreported
             await self._end()
-            self.untold = untold
+            self.unreported = unreported
 
     async def _end(self) -> dict[str, float]:
-        assert self._running is not None and self.untold is not None
+        assert self._running is not None and self.unreported is not None
         found = await self._running
-        step, self._running, self.untold = self.untold, None, None
+        step, self._running, self.unreported = self.unreported, None, None
         return await self._trainer.end_evaluation(step, found)
 
 

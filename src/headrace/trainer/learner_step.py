@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from headrace.algorithms.learning_rate import learning_rate
+from headrace.algorithms.objectives import Objective, Part, in_shares
 from headrace.backends.base import Backend
 from headrace.config import RunConfig
 from headrace.data.sample import TrainBatch
-from headrace.tracking.metrics import MetricsAggregator, Reducer
-from headrace.algorithms.objectives import Objective, Part, in_shares
-from headrace.scheduling.buffer import FinishedGroup
-from headrace.trainer.drift import drift_metrics
-from headrace.algorithms.learning_rate import learning_rate
-from headrace.scheduling.staleness import StalenessPolicy
 from headrace.scheduling.batch_metrics import batch_metrics
+from headrace.scheduling.buffer import FinishedGroup
+from headrace.scheduling.staleness import StalenessPolicy
+from headrace.tracking.metrics import MetricsAggregator, Reducer
+from headrace.trainer.drift import drift_metrics
 
 
 class Learner:

@@ -11,19 +11,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.evaluation.evaluate import config_of
-from headrace.run.agreement import first_gap
-from headrace.trainer.setup import RunParts, assemble, in_this_process, numerics_of, resolve_objective
-from headrace.run.checkpoint import list_checkpoints, step_of
 from headrace.config import RunConfig
+from headrace.config.compatibility import numeric_changes
+from headrace.config.rules import resolve_objective
+from headrace.errors import ConfigError
+from headrace.evaluation.evaluate import config_of
+from headrace.evaluation.setup import in_this_process
 from headrace.ledger import Ledger, LedgerReader
 from headrace.ledger.records import BatchRecord
-from headrace.errors import ConfigError
-from headrace.run.journal import in_pieces
-from headrace.trainer.learner_step import Learner
-from headrace.scheduling.buffer import FinishedGroup, TrajectoryGroupBuffer
-from headrace.config.compatibility import numeric_changes
+from headrace.run.agreement import first_gap
+from headrace.run.checkpoint import list_checkpoints, step_of
 from headrace.run.directory import stored_numerics
+from headrace.scheduling.buffer import FinishedGroup, TrajectoryGroupBuffer
+from headrace.trainer.learner_step import Learner
+from headrace.trainer.recovery import learn_recorded
+from headrace.trainer.setup import RunParts, assemble, numerics_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +102,8 @@ class Replay:
     ) -> ReplayedStep:
         if record.version == 0:
             await parts.backend.publish(0)
-        learner.begin(record.version)
         fresh, again = (self._groups(ids, buffer) for ids in (record.group_ids, record.again))
-        for piece, last in in_pieces(fresh, record.pieces):
-            await learner.learn(piece, again if last else ())
+        await learn_recorded(learner, record, fresh, again)
         made = await learner.update(record.step)
         publication = await parts.backend.publish(record.version + 1)
         recorded = self._ledger.publication(publication.version)

@@ -1,67 +1,97 @@
-"""From a configuration to the parts of a run. Every name is looked up here, before anything expensive starts."""
+"""From a configuration to the frozen parts of a run, and from there to a run that is ready for its loops.
+
+Every name is looked up, and every object built, before the loops start; nothing is set on a part from afar later.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from headrace.rollout.budget import Budget
-from headrace.rollout.chat import ChatTemplate
-from headrace.rollout.model_client import Model
-from headrace.rollout.gateway import configure as configure_gateway
-from headrace.rollout.manager import AgentLoopManager, Limits
-from headrace.rollout.remote_model import Client, NoEngine, remote_model
-from headrace.rollout.workflow import RunFunction, as_run_function, demonstration, preference, single_turn
+from headrace.algorithms.objectives import Objective, demonstration_sampler
 from headrace.backends.base import Backend, SaysNumerics
-from headrace.config.rules import check_combinations, check_settings
-from headrace.config import AlgorithmSection, EvalSet, RunConfig
+from headrace.config import AlgorithmSection, RunConfig
 from headrace.config.conditions import chosen
 from headrace.data.sampler import TaskSampler
-from headrace.data.sources import load_source
-from headrace.data.task import Message, Task
-from headrace.data.training import (
-    HOLDOUT,
-    TrainingData,
-    check_overlap,
-    load_evaluation,
-    load_training,
-    make_sampler,
-    warn_of_bad_rows,
-)
-from headrace.engines.base import EvaluationView, RolloutEngine, SamplingParams
+from headrace.data.training import check_overlap, load_training, make_sampler, warn_of_bad_rows
+from headrace.engines.base import RolloutEngine
 from headrace.errors import ConfigError
-from headrace.evaluation.evaluator import Evaluator, MetricFunction
-from headrace.judge.base import Judger, as_judger
-from headrace.judge.router import GuardedJudger, Router
-from headrace.algorithms.objectives import Objective, demonstration_sampler
-from headrace.scheduling.buffer import Grouping
+from headrace.evaluation.evaluator import Evaluator
+from headrace.evaluation.setup import (
+    Tasks,
+    check_tasks,
+    checked_backend,
+    configured_judger,
+    evaluation_parts,
+    evaluation_sets,
+    limits,
+    run_function,
+)
+from headrace.ledger.episode_record import Journal
+from headrace.registry import resolve
+from headrace.rollout.gateway import close_gateway
+from headrace.rollout.manager import AgentLoopManager, close_all, start_workflows
+from headrace.rollout.store import StoredValues, Values
+from headrace.rollout.workflow import demonstration, single_turn
+from headrace.run.agreement import missing_steps
+from headrace.run.checkpoint import TrainerState, load_newest
+from headrace.run.checkpoint_writer import CheckpointWriter, adopt
+from headrace.run.directory import Claim
+from headrace.run.journal import RunJournal, open_journal
+from headrace.run.random_state import random_states
+from headrace.scheduling.batch_source import BatchSource
+from headrace.scheduling.buffer import Grouping, TrajectoryGroupBuffer
+from headrace.scheduling.coordinator import SyncCoordinator
+from headrace.scheduling.lifecycle import GroupLifecycle
+from headrace.scheduling.producer import Producer
 from headrace.scheduling.staleness import StalenessPolicy
-from headrace.registry import nearest, resolve
-
-Tasks = Iterable[Task | dict[str, Any]]
-EvaluationSets = dict[str, tuple[EvalSet, list[Task]]]
+from headrace.tracking.base import RunInfo, TrackerSet
+from headrace.tracking.metrics import Reducer
+from headrace.trainer.alarms import Alarms
+from headrace.trainer.callbacks import Callback, CallbackSet, Evaluating, Saving, Tracking
+from headrace.trainer.evaluations import Evaluations
+from headrace.trainer.learner_step import Learner
+from headrace.trainer.recovery import Start, find_start, restore_loops
+from headrace.trainer.step_clock import StepClock
+from headrace.utils.deadline import end_user_tasks
+from headrace.utils.threads import in_own_thread
+from headrace.utils.usercode import Abandoned, reporting_abandoned
 
 
 @dataclass(frozen=True, slots=True)
-class EvaluationParts:
-    """What evaluating takes."""
+class Given:
+    """Objects that the user gave instead of names."""
 
-    backend: Backend
-    engine: RolloutEngine
-    chat: ChatTemplate
-    eval_manager: AgentLoopManager
-    evaluator: Evaluator
+    workflow: Any = None
+    tasks: Tasks | None = None
+    judger: Any = None
+    eval_tasks: dict[str, Tasks] | None = None
+    callbacks: tuple[Callback, ...] = ()
+
+
+class StopRequest:
+    """Whether the run is to stop after the current step."""
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    def request(self) -> None:
+        """Finish the current step, save, and end."""
+        self.requested = True
 
 
 @dataclass(frozen=True, slots=True)
 class RunParts:
-    """What the trainer's loops work with."""
+    """What a configuration names, built: the model is loaded."""
 
     backend: Backend
     engine: RolloutEngine
     sampler: TaskSampler
-    manager: AgentLoopManager
+    new_manager: Callable[[Journal], AgentLoopManager]
     eval_manager: AgentLoopManager
     evaluator: Evaluator
     objective: Objective
@@ -69,205 +99,54 @@ class RunParts:
     grouping: Grouping | None
 
 
-def resolve_objective(config: RunConfig, objects: Collection[str] | None = None) -> RunConfig:
-    """Check the configuration, and fill in what the objective settles.
-
-    With `objects`, those that are given in place of names, settings without effect are refused, too.
-    """
-    if objects is None:
-        check_combinations(config)
-    else:
-        check_settings(config, objects)
-    algorithm, rollout = config.algorithm, config.rollout
-    if algorithm.objective == "sft":  # the same loop: one demonstration per task, all advantages 1, cross-entropy
-        algorithm = algorithm.model_copy(update={"estimator": "constant", "loss": "cross_entropy"})
-        rollout = rollout.model_copy(update={"group_size": 1})
-    elif algorithm.objective == "dpo":
-        algorithm = algorithm.model_copy(update={"loss": "dpo"})
-        if config.workflow.name == "preference":  # a pair of a file is one episode with two trajectories
-            rollout = rollout.model_copy(update={"group_size": 1})
-    return config.model_copy(update={"algorithm": algorithm, "rollout": rollout})
-
-
-def numerics_of(config: RunConfig) -> dict[str, str]:
-    """What the bits of a deterministic run depend on beside its configuration; empty where no one promises any."""
-    backend = resolve("backend", config.backend.name) if config.run.deterministic else None
-    return backend.numerics(config) if isinstance(backend, SaysNumerics) else {}
-
-
-def in_this_process(config: RunConfig) -> RunConfig:
-    """The same with a colocated engine, for what needs none of its own."""
-    trainer = config.trainer.model_copy(update={"placement": "colocate", "release_cache": None})
-    engine = config.engine.model_copy(update={"threads": 0})
-    return config.model_copy(update={"trainer": trainer, "engine": engine})
-
-
 def assemble(
     config: RunConfig,
-    workflow: Any = None,
-    tasks: Tasks | None = None,
-    judger: Any = None,
-    eval_tasks: dict[str, Tasks] | None = None,
+    given: Given | None = None,
+    values: Values | None = None,
     report: Callable[[str], None] = lambda _: None,
 ) -> RunParts:
-    """Build every part. Objects given here go before what the configuration names. `report` gets what takes its time.
+    """Build every part. Objects that are given go before what the configuration names. `report` gets what takes long.
 
-    Names first, then tasks, then the model: what is cheap to find wrong is found before what is dear to load.
+    Names first, then tasks, then the model: what is cheap to find wrong is found before what is slow to load.
     """
-    run, judge = _run_function(config, workflow), _judger(config, judger)
+    given = given or Given()
+    run, judge = run_function(config, given.workflow), configured_judger(config, given.judger)
     for name in chosen(config.algorithm, "estimator"):
         resolve("estimator", name)
     grouping: Grouping | None = resolve("grouping", config.workflow.grouping) if config.workflow.grouping else None
     policy: StalenessPolicy = resolve("staleness", config.trainer.staleness)(config.trainer.max_staleness)
     new_objective = resolve("objective", config.algorithm.objective)
+    supervised = config.algorithm.objective == "sft"
     unjudged = run is single_turn and judge is None
-    if unjudged and config.algorithm.objective != "sft" and _needs_reward(config.algorithm)("agent"):
+    if unjudged and not supervised and _needs_reward(config.algorithm)("agent"):
         raise ConfigError(
             'workflow "single_turn" gives no reward and there is no judger; set workflow.judger, '
             "or use a workflow that returns a number"
         )
     report("loading the training backend")
-    new_backend = _checked_backend(config)
+    new_backend = checked_backend(config)
     report("loading the tasks")
-    data = load_training(config.data, tasks)
+    data = load_training(config.data, given.tasks)
     warn_of_bad_rows(data, "the training tasks")
     sampler = make_sampler(config.data, data, config.fresh_groups, config.run.seed)
-    if judge is not None and config.algorithm.objective != "sft":
-        _check_tasks(judge, data.tasks)
-    sets = _evaluation_sets(config, eval_tasks, data)
+    if judge is not None and not supervised:
+        check_tasks(judge, data.tasks)
+    sets = evaluation_sets(config, given.eval_tasks, data)
     check_overlap(config.data, data.tasks, {name: tasks for name, (_, tasks) in sets.items()})
     demonstrations = demonstration_sampler(config)
     report(f"loading the model {config.model.name}")
-    parts = _evaluation_parts(config, run, judge, sets, new_backend)
-    if config.algorithm.objective == "sft":
-        run, judge = demonstration, None
-    manager = AgentLoopManager(
-        run, parts.engine, parts.chat, judge, _limits(config), needs_reward=_needs_reward(config.algorithm)
-    )
-    objective: Objective = new_objective(config, parts.backend, parts.chat, demonstrations, policy)
-    return RunParts(
-        parts.backend, parts.engine, sampler, manager, parts.eval_manager, parts.evaluator, objective, policy, grouping
-    )
+    parts = evaluation_parts(config, run, judge, sets, new_backend, values)
+    trained, judged = (demonstration, None) if supervised else (run, judge)
 
-
-def assemble_evaluation(config: RunConfig) -> EvaluationParts:
-    """Build what evaluating takes, and nothing that only training needs: the engine stays in this process."""
-    config = in_this_process(config)
-    run, judge, new_backend = _run_function(config, None), _judger(config, None), _checked_backend(config)
-    return _evaluation_parts(config, run, judge, _evaluation_sets(config, None), new_backend)
-
-
-def _evaluation_parts(
-    config: RunConfig, run: RunFunction, judge: Judger | None, sets: EvaluationSets, new_backend: Any
-) -> EvaluationParts:
-    """Loads the model."""
-    configure_gateway(config.gateway)
-    ways = _ways_to_evaluate(config, run, judge)
-    _check_sets(sets, ways)
-    metrics = _metric_functions(config)
-    backend: Backend = new_backend(config)
-    engine = backend.create_engine()
-    chat = ChatTemplate(backend.tokenizer)
-
-    async def ask(messages: Sequence[Message], params: SamplingParams, seed: int) -> str:
-        return (await Model(engine, chat, params, seed, training=False).chat(messages)).text
-
-    def new_manager(run: RunFunction, judge: Judger | None) -> AgentLoopManager:
-        _lend_policy(judge, ask)
-        return AgentLoopManager(run, EvaluationView(engine), chat, judge, _limits(config), training=False)
-
-    manager, evaluator = _evaluating(config, sets, ways, metrics, new_manager)
-    return EvaluationParts(backend, engine, chat, manager, evaluator)
-
-
-def assemble_remote_evaluation(config: RunConfig, client: Client) -> tuple[AgentLoopManager, Evaluator]:
-    """What evaluating a model behind a URL takes: no backend, no engine, no tokenizer."""
-    ways = _ways_to_evaluate(config, _run_function(config, None), _judger(config, None))
-
-    async def ask(messages: Sequence[Message], params: SamplingParams, seed: int) -> str:
-        return (await client.chat(messages, params, seed=seed)).text
-
-    def new_manager(run: RunFunction, judge: Judger | None) -> AgentLoopManager:
-        _lend_policy(judge, ask)
-        no_template: Any = None  # the server has it
-        new_model = remote_model(client)
+    def new_manager(journal: Journal) -> AgentLoopManager:
+        needs_reward = _needs_reward(config.algorithm)
         return AgentLoopManager(
-            run, NoEngine(), no_template, judge, _limits(config), training=False, new_model=new_model
+            trained, parts.engine, parts.chat, judged, limits(config), needs_reward, journal=journal, values=values
         )
 
-    sets = _evaluation_sets(config, None)
-    _check_sets(sets, ways)
-    return _evaluating(config, sets, ways, _metric_functions(config), new_manager)
-
-
-Way = tuple[RunFunction, Judger | None]
-"""A workflow and who judges it."""
-
-
-def _ways_to_evaluate(config: RunConfig, run: RunFunction, judge: Judger | None) -> dict[str | None, Way]:
-    """The run's own way under None, and those of sets that have one of their own."""
-    if run is preference:  # given pairs hold nothing to evaluate: the model is asked
-        run = single_turn
-    ways: dict[str | None, Way] = {None: (run, judge)}
-    for name, section in config.eval.sets.items():
-        if section.workflow is None and section.judger is None:
-            continue
-        own = as_run_function(resolve("workflow", section.workflow), section.workflow_args) if section.workflow else run
-        judged = judge
-        if section.judger:
-            found = as_judger(resolve("judger", section.judger), section.judger_args)
-            judged = GuardedJudger(found, config.judge)
-        ways[name] = own, judged
-    return ways
-
-
-def _evaluating(
-    config: RunConfig,
-    sets: EvaluationSets,
-    ways: dict[str | None, Way],
-    metrics: dict[str, MetricFunction],
-    new_manager: Callable[[RunFunction, Judger | None], AgentLoopManager],
-) -> tuple[AgentLoopManager, Evaluator]:
-    managers = {name: new_manager(*way) for name, way in ways.items() if name is not None}
-    limit_s = config.trainer.hook_timeout_s
-    evaluator = Evaluator(sets, config.rollout, config.run.seed, metrics, managers, limit_s)
-    return new_manager(*ways[None]), evaluator
-
-
-def _check_tasks(judge: Judger, tasks: Sequence[Task]) -> None:
-    """Tasks that cannot be judged are found now, not when an episode of theirs is complete."""
-    for task in tasks:
-        judge.check_task(task)
-
-
-def _check_sets(sets: EvaluationSets, ways: dict[str | None, Way]) -> None:
-    for name, (_, tasks) in sets.items():
-        _, judge = ways.get(name, ways[None])
-        if judge is not None:
-            _check_tasks(judge, tasks)
-
-
-def _lend_policy(judge: Judger | None, ask: Any) -> None:
-    """A judger that wants to ask the run's own model gets a way to."""
-    use_policy = getattr(judge, "use_policy", None)
-    if callable(use_policy):
-        use_policy(ask)
-
-
-def _metric_functions(config: RunConfig) -> dict[str, MetricFunction]:
-    return {path: resolve("evaluation metric", path) for path in config.eval.metrics}
-
-
-def _checked_backend(config: RunConfig) -> Any:
-    """The backend's class, which can do all that the configuration asks for."""
-    found = resolve("backend", config.backend.name)
-    found.check(config)
-    return found
-
-
-def _run_function(config: RunConfig, workflow: Any) -> RunFunction:
-    return as_run_function(
-        workflow if workflow is not None else resolve("workflow", config.workflow.name), config.workflow.args
+    objective: Objective = new_objective(config, parts.backend, parts.chat, demonstrations, policy)
+    return RunParts(
+        parts.backend, parts.engine, sampler, new_manager, parts.manager, parts.evaluator, objective, policy, grouping
     )
 
 
@@ -277,52 +156,206 @@ def _needs_reward(algorithm: AlgorithmSection) -> Callable[[str], bool]:
     return lambda role: role not in untrained and algorithm.for_role(role).estimator != "distill"
 
 
-def _judger(config: RunConfig, judger: Any) -> Judger | None:
-    """The judger that was given or is named, under the rules of [judge]."""
-    name, routes = config.workflow.judger, config.judge.routes
-    if name and routes:
-        raise ConfigError(f'both workflow.judger ("{name}") and judge.routes are set; keep one of them')
-    if judger is not None:
-        found = as_judger(judger, {})
-    elif routes:
-        found = Router(routes)
-    elif name:
-        found = as_judger(resolve("judger", name), config.workflow.judger_args)
-    else:
-        return None
-    return GuardedJudger(found, config.judge)
+def numerics_of(config: RunConfig) -> dict[str, str]:
+    """What the bits of a deterministic run depend on beside its configuration; empty where no one promises any."""
+    backend = resolve("backend", config.backend.name) if config.run.deterministic else None
+    return backend.numerics(config) if isinstance(backend, SaysNumerics) else {}
 
 
-def _limits(config: RunConfig) -> Limits:
-    rollout = config.rollout
-    budget = Budget(rollout.max_turns, rollout.max_episode_tokens, rollout.max_tool_calls)
-    return Limits(rollout.max_concurrent, rollout.timeout_s, budget, rollout.retries)
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run that is ready for its loops."""
+
+    config: RunConfig
+    folder: Path
+    start: Start
+    stop: StopRequest
+    backend: Backend
+    engine: RolloutEngine
+    sampler: TaskSampler
+    manager: AgentLoopManager
+    policy: StalenessPolicy
+    journal: RunJournal
+    trackers: TrackerSet
+    callbacks: CallbackSet
+    evaluating: Evaluating
+    evaluations: Evaluations
+    alarms: Alarms
+    checkpoints: CheckpointWriter
+    coordinator: SyncCoordinator
+    buffer: TrajectoryGroupBuffer
+    lifecycle: GroupLifecycle
+    producer: Producer
+    batches: BatchSource
+    learner: Learner
+    clock: StepClock
+    abandoned: Abandoned
+    """Calls of user code that did not stop in time."""
+    releases_cache: bool
+    """Whether the engine's cache makes room for the learner."""
+
+    def step_metrics(self) -> dict[str, float]:
+        """All metrics of the step that was just made."""
+        metrics = self.learner.metrics
+        for name, count in asdict(self.coordinator.account()).items():
+            metrics.record(f"episodes/{name}", count, Reducer.LAST)
+        if self.journal.restarted:
+            metrics.record("episodes/restarted", self.journal.restarted, Reducer.LAST)
+        if self.abandoned.count:
+            metrics.record("user_code/abandoned", self.abandoned.count, Reducer.LAST)
+        metrics.merge(self.lifecycle.metrics())
+        metrics.record_all(self.sampler.figures() | self.manager.figures(), Reducer.LAST)
+        metrics.merge(self.clock.end(self.engine.health(), overlapping=self.config.trainer.max_staleness > 0))
+        values = metrics.reduce()
+        values["tokens/generated_per_s"] = values["tokens/generated"] / max(self.clock.generating_s, 1e-9)
+        values["tokens/trained_per_s"] = values["tokens/trained"] / max(self.clock.training_s, 1e-9)
+        return values
+
+    def state(self, step: int) -> TrainerState:
+        """Where the loops stand, for a checkpoint. The ledger must have been flushed."""
+        state = TrainerState(
+            step=step,
+            version=self.coordinator.version,
+            sampler_position=self.sampler.position,
+            next_group_id=self.lifecycle.next_group_id,
+            evaluations=self.evaluations.history,
+            unfinished=self.lifecycle.unfinished(),
+            random=random_states(),
+            extra={
+                "policy": self.policy.state(),
+                "curriculum": self.sampler.state(),
+                "used": self.buffer.used(),
+                "untold_evaluation": self.evaluating.unreported,
+            },
+        )
+        return self.journal.with_excerpt(state)
 
 
-def _evaluation_sets(
-    config: RunConfig, given: dict[str, Tasks] | None, data: TrainingData | None = None
-) -> EvaluationSets:
-    """The sets with their tasks. Without `data`, training tasks are loaded only if a set is what they leave out."""
-    given = given or {}
-    for name in given:
-        if name not in config.eval.sets:
-            raise ConfigError(
-                f'eval_tasks has tasks for the set "{name}", which the configuration does not name'
-                f"{nearest(name, config.eval.sets)}; add a section [eval.sets.{name}]"
-            )
-    sets: EvaluationSets = {}
-    if data is None and any(_is_held_out(config, name, given) for name in config.eval.sets):
-        data = load_training(config.data)
-    for name, section in config.eval.sets.items():
-        if name in given:
-            skip_bad = config.data.on_bad_row == "skip"
-            found = load_source(section, given[name], system=config.data.system, skip_bad=skip_bad)
-        else:
-            found = load_evaluation(section, config.data, data.held_out if data else [], name)
-        warn_of_bad_rows(found, f'the evaluation set "{name}"')
-        sets[name] = (section, found.tasks)
-    return sets
+def batches_left(config: RunConfig, step: int) -> int:
+    """Batches that the rest of the run needs."""
+    return -(-(config.trainer.steps - step) // config.trainer.updates_per_batch)
 
 
-def _is_held_out(config: RunConfig, name: str, given: dict[str, Tasks]) -> bool:
-    return name not in given and config.eval.sets[name].tasks == HOLDOUT
+@asynccontextmanager
+async def open_run(
+    config: RunConfig, as_given: RunConfig, given: Given, claim: Claim, stop: StopRequest
+) -> AsyncIterator[Run]:
+    """Load the model, find where the run stands, and build all that its loops need. Everything is closed at the end,
+    in the opposite order, whatever fails."""
+    folder = claim.folder
+    trackers = TrackerSet.from_names(config.track.trackers)
+    async with AsyncExitStack() as held:
+        held.enter_context(closing(trackers))
+        trackers.message(f"loading {config.model.name} for the run in {folder}")
+        values = held.enter_context(closing(StoredValues(folder / "store.sqlite")))
+        parts = await in_own_thread(assemble, config, given, values, report=trackers.progress)
+        held.push_async_callback(parts.backend.close)
+        held.push_async_callback(close_gateway)
+        held.push_async_callback(parts.engine.close)
+        held.push_async_callback(end_user_tasks)
+        journal = held.enter_context(closing(open_journal(folder, config)))
+        held.callback(trackers.close)  # before the ledger is closed: the last metrics come first
+        manager = parts.new_manager(journal.episodes())
+        managers = [manager, parts.eval_manager, *parts.evaluator.managers]
+        held.push_async_callback(close_all, managers)
+        await start_workflows(managers, config.trainer.hook_timeout_s)
+        checkpoints = CheckpointWriter(folder, parts.backend, config)
+        held.push_async_callback(checkpoints.close)
+        abandoned = held.enter_context(reporting_abandoned(trackers.message))
+        state = await _announced_state(config, as_given, claim, parts.backend, journal, trackers)
+        saving = Saving()
+        evaluating = Evaluating(saving, state.extra.get("untold_evaluation") if state else None)
+        # tracked before it is saved: what a checkpoint contains is never missing from the metrics
+        callbacks = CallbackSet(
+            [evaluating, *given.callbacks, Tracking(trackers), saving], config.trainer.hook_timeout_s
+        )
+        beside = _Beside(folder, manager, journal, trackers, callbacks, evaluating, checkpoints, abandoned, stop)
+        run = _build(config, parts, beside, state)
+        trackers.progress("syncing the weights to the engine")
+        await parts.backend.publish(run.start.version)
+        yield run
+
+
+async def _announced_state(
+    config: RunConfig, as_given: RunConfig, claim: Claim, backend: Backend, journal: RunJournal, trackers: TrackerSet
+) -> TrainerState | None:
+    """The newest checkpoint's state, loaded; the trackers hear where the run starts from."""
+    notes = list(claim.notes)
+    trackers.progress("looking for a checkpoint")
+    if claim.start_from is not None:
+        await asyncio.to_thread(adopt, claim.folder, claim.start_from, notes.append)
+    state = await load_newest(claim.folder, backend, notes.append, set_aside=True)
+    notes += journal.agree_with(state, branches=claim.start_from is not None and not claim.goes_on)
+    resumed_from = state.step if state else 0 if claim.goes_on or journal.goes_on else None
+    info = as_given.model_dump(mode="json")
+    trackers.start(RunInfo(config.run.name, claim.folder, config.trainer.steps, info, resumed_from))
+    if state is not None and "jsonl" in config.track.trackers:
+        notes += _missing_metrics(config, claim.folder, journal, state)
+    if state is None and resumed_from is not None:
+        notes.append(f'resuming the run in {claim.folder}; run.resume = "never" starts another')
+    for note in notes:
+        trackers.message(note)
+    journal.resumed(resumed_from)
+    return state
+
+
+def _missing_metrics(config: RunConfig, folder: Path, journal: RunJournal, state: TrainerState) -> list[str]:
+    one_each = config.trainer.updates_per_batch == 1
+    expected = range(1, state.step + 1) if one_each else journal.made_steps(state.step)
+    return missing_steps(folder, journal.begun_at, state.step, expected or ())
+
+
+@dataclass(frozen=True, slots=True)
+class _Beside:
+    """What a run has beside the parts that its configuration names and those of its loops."""
+
+    folder: Path
+    manager: AgentLoopManager
+    journal: RunJournal
+    trackers: TrackerSet
+    callbacks: CallbackSet
+    evaluating: Evaluating
+    checkpoints: CheckpointWriter
+    abandoned: Abandoned
+    stop: StopRequest
+
+
+def _build(config: RunConfig, parts: RunParts, beside: _Beside, state: TrainerState | None) -> Run:
+    """The loops' own parts, new or as ledger and checkpoint have them."""
+    section, sampler, policy, engine = config.trainer, parts.sampler, parts.policy, parts.engine
+    journal, trackers, callbacks = beside.journal, beside.trackers, beside.callbacks
+    buffer = TrajectoryGroupBuffer(config, parts.grouping, beside.folder / "spill")
+    start = find_start(journal, buffer, state)
+    coordinator = SyncCoordinator(
+        policy,
+        config.fresh_groups,
+        version=start.version,
+        over_sample=config.produce.over_sample,
+        capacity=config.produce.capacity,
+        batches=batches_left(config, start.step),
+        largest_step=section.batch_size,
+        account=start.account,
+    )
+    lifecycle = GroupLifecycle(config, sampler, coordinator, buffer, journal, start.next_group_id)
+    resumed = restore_loops(start, journal, sampler, buffer, lifecycle, policy)
+    producer = Producer(config, sampler, beside.manager, coordinator, lifecycle, resumed, journal.batch_begun_at())
+    learner = Learner(config, parts.backend, parts.objective, policy)
+    shares = engine.shares_weights
+    streams = learner.streams and (not shares if section.stream is None else section.stream)
+    releases = section.max_staleness == 0 if section.release_cache is None else section.release_cache
+    stopping = beside.stop
+    batches = BatchSource(
+        config, coordinator, buffer, lifecycle, producer, streams, lambda: stopping.requested, trackers.message
+    )
+    history = state.evaluations if state else ()
+    evaluations = Evaluations(
+        config, parts.evaluator, parts.eval_manager, engine, journal, callbacks, trackers.progress, history
+    )
+    return Run(
+        config=config, folder=beside.folder, start=start, stop=stopping, backend=parts.backend, engine=engine,
+        sampler=sampler, manager=beside.manager, policy=policy, journal=journal, trackers=trackers,
+        callbacks=callbacks, evaluating=beside.evaluating, evaluations=evaluations,
+        alarms=Alarms(config, trackers.message), checkpoints=beside.checkpoints, coordinator=coordinator,
+        buffer=buffer, lifecycle=lifecycle, producer=producer, batches=batches, learner=learner, clock=StepClock(),
+        abandoned=beside.abandoned, releases_cache=shares and releases and not streams,
+    )  # fmt: skip

@@ -11,10 +11,10 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from headrace.run.checkpoint import list_checkpoints
 from headrace.config import RunConfig
 from headrace.errors import MissingExtraError
 from headrace.registry import load_object
+from headrace.run.checkpoint import list_checkpoints
 from headrace.tracking.terminal import Console, working
 
 if TYPE_CHECKING:

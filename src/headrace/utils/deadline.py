@@ -15,8 +15,8 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 from weakref import WeakSet
 
-from headrace.utils import threads
 from headrace.errors import DeadlineError
+from headrace.utils import threads
 from headrace.utils.threads import call_anyhow
 from headrace.utils.usercode import Overdue, escape_of, is_interrupt, line_of_task, note_abandoned
 

@@ -23,8 +23,8 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from headrace.config.agents import is_loopback
 from headrace.errors import ConfigError
+from headrace.utils.loopback import is_loopback
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]

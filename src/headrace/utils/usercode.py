@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("headrace")
 
-_PACKAGE = f"{Path(__file__).parent}{os.sep}"
+_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 

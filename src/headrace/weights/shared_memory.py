@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from headrace.errors import EngineError
-from headrace.utils.bulk_copy import THREADS, bulk_map
 from headrace.models.causal import CausalModel
 from headrace.models.modules import ALIGNMENT, copy_modules, trained_parameters
+from headrace.utils.bulk_copy import THREADS, bulk_map
 
 BUFFERS = 3
 

@@ -43,17 +43,17 @@ from headrace.data.sample import TrainBatch
 from headrace.engines.process.engine import ProcessEngine
 from headrace.engines.torch.engine import TorchEngine
 from headrace.errors import BackendError, ConfigError
-from headrace.utils.memory import keep_freed_memory
-from headrace.tracking.metrics import MetricsAggregator
 from headrace.models.catalog import resolve_model
 from headrace.models.causal import build_causal_model
-from headrace.weights.digest import fingerprint
 from headrace.models.load import load_model, load_tokenizer
 from headrace.models.logprobs import target_logprobs, wide_dtype
 from headrace.models.modules import lay_end_to_end, trained_parameters
 from headrace.models.packed import PackedRows
+from headrace.models.tensor_threads import TensorThread
 from headrace.registry import names, nearest
-from headrace.utils.tensor_threads import TensorThread
+from headrace.tracking.metrics import MetricsAggregator
+from headrace.utils.memory import keep_freed_memory
+from headrace.weights.digest import fingerprint
 
 T = TypeVar("T")
 _ROW_BLOCK = 32

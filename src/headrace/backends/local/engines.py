@@ -9,11 +9,11 @@ from typing import Any
 from headrace.config import RunConfig
 from headrace.engines.base import SamplingParams
 from headrace.engines.process.engine import ProcessEngine
-from headrace.engines.torch.engine import TorchEngine, usable_length
 from headrace.engines.process.wire import EngineOptions
+from headrace.engines.torch.engine import TorchEngine, usable_length
 from headrace.errors import ConfigError
 from headrace.models.causal import CausalModel
-from headrace.utils.tensor_threads import TensorThread
+from headrace.models.tensor_threads import TensorThread
 
 LocalEngine = TorchEngine | ProcessEngine
 DETERMINISTIC_THREADS = 2

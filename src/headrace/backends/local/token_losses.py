@@ -9,15 +9,15 @@ from itertools import compress
 import torch
 from torch import Tensor
 
+from headrace.algorithms.losses import REJECTING, Figures, Loss, LossContext, correction_weights, kl_penalty
 from headrace.backends.base import offending_samples
 from headrace.backends.local.tokens import TokenTensors
-from headrace.algorithms.losses import REJECTING, Figures, Loss, LossContext, correction_weights, kl_penalty
 from headrace.config import AlgorithmSection, RunConfig
 from headrace.config.conditions import chosen
 from headrace.data.sample import NO_VERSION, Sample, TrainBatch
 from headrace.errors import BackendError, DataError, DivergedError
-from headrace.tracking.metrics import MetricsAggregator, Reducer
 from headrace.registry import resolve
+from headrace.tracking.metrics import MetricsAggregator, Reducer
 
 _NEED_NO_SAMPLER = ("cross_entropy", "reinforce", "dpo")
 

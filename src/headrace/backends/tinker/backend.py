@@ -48,8 +48,8 @@ from headrace.data.packing import cut_by_tokens
 from headrace.data.sample import Sample, TrainBatch
 from headrace.engines.base import SamplingParams
 from headrace.errors import BackendError, ConfigError, DataError, DivergedError, boundary
-from headrace.tracking.metrics import MetricsAggregator, Reducer
 from headrace.models.load import load_tokenizer
+from headrace.tracking.metrics import MetricsAggregator, Reducer
 
 log = logging.getLogger("headrace")
 

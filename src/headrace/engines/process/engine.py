@@ -17,9 +17,20 @@ from typing import Any
 
 from headrace.engines.base import EngineHealth, Generation, SamplingParams
 from headrace.engines.process.child import Launch, ProcessChild, describe_exit
-from headrace.weights.shared_memory import SharedWeights
-from headrace.engines.process.wire import Answer, Call, Cancel, EngineOptions, Failed, Open, Opened, Served, encode, receive
+from headrace.engines.process.wire import (
+    Answer,
+    Call,
+    Cancel,
+    EngineOptions,
+    Failed,
+    Open,
+    Opened,
+    Served,
+    encode,
+    receive,
+)
 from headrace.errors import EngineError
+from headrace.weights.shared_memory import SharedWeights
 
 _log = logging.getLogger("headrace")
 _MOST_DEATHS = 3

@@ -15,15 +15,15 @@ from typing import Any
 
 import torch
 
-from headrace.weights.shared_memory import BoundModels
-from headrace.engines.torch.engine import TorchEngine
 from headrace.engines.process.wire import Answer, Call, Cancel, EngineOptions, Failed, Open, Opened, encode, receive
+from headrace.engines.torch.engine import TorchEngine
 from headrace.errors import EngineError, HeadraceError
+from headrace.models.causal import CausalModel, build_causal_model
+from headrace.models.load import load_model, load_tokenizer
 from headrace.utils.interrupts import leave_to_parent
 from headrace.utils.memory import keep_freed_memory
-from headrace.models.causal import CausalModel, build_causal_model
 from headrace.weights.digest import fingerprint
-from headrace.models.load import load_model, load_tokenizer
+from headrace.weights.shared_memory import BoundModels
 
 
 class Worker:

@@ -19,15 +19,15 @@ from typing import Any, Literal
 import torch
 
 from headrace.engines.base import DEFAULT_SAMPLING, EngineHealth, Generation, SamplingParams
+from headrace.engines.request import Detokenize, Request, checked_ids, settle
 from headrace.engines.torch.delivery import Deliveries
 from headrace.engines.torch.lane import Lane
-from headrace.engines.request import Detokenize, Request, checked_ids, settle
 from headrace.errors import ConfigError, DataError, EngineError
 from headrace.models.causal import CausalModel
-from headrace.weights.digest import fingerprint
 from headrace.models.logprobs import target_logprobs
 from headrace.models.packed import PackedRows
-from headrace.utils.tensor_threads import TensorThread, run_apart
+from headrace.models.tensor_threads import TensorThread, run_apart
+from headrace.weights.digest import fingerprint
 
 
 def usable_length(model: CausalModel, wanted: int | None) -> int:

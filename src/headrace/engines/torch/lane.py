@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import torch
 
 from headrace.data.packing import cut_by_tokens
-from headrace.engines.torch.prefix_cache import KeptCaches
 from headrace.engines.request import Request
+from headrace.engines.torch.prefix_cache import KeptCaches
 from headrace.engines.torch.sampling import is_plain, sample_tokens
 from headrace.models.causal import CausalModel, Draws
 from headrace.models.packed import PackedRows

@@ -15,10 +15,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from headrace.rollout.model_client import Model
-from headrace.rollout.gateway.session import Session
 from headrace.config import GatewaySection
 from headrace.registry import load_object
+from headrace.rollout.gateway.session import Session
+from headrace.rollout.model_client import Model
 
 _SERVER = "headrace.rollout.gateway.server"
 _settings = GatewaySection()

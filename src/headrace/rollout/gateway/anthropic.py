@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from headrace.data.task import Message
 from headrace.rollout.gateway.wire import (
     Call,
     Conversations,
@@ -23,7 +24,6 @@ from headrace.rollout.gateway.wire import (
     vendor,
 )
 from headrace.rollout.messages import ToolSchema
-from headrace.data.task import Message
 
 _KINDS = {
     400: "invalid_request_error",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from headrace.data.task import Message
 from headrace.rollout.gateway.wire import (
     Call,
     Conversations,
@@ -23,7 +24,6 @@ from headrace.rollout.gateway.wire import (
     vendor,
 )
 from headrace.rollout.messages import ToolSchema
-from headrace.data.task import Message
 
 HARMLESS = ("user", "metadata", "store", "service_tier", "seed", "safety_identifier", "prompt_cache_key",
             "prompt_cache_retention")  # fmt: skip

@@ -15,11 +15,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.rollout.model_client import Model
-from headrace.rollout.gateway import ModelSession, close_gateway, model_session
-from headrace.utils.child_environment import child_environment
 from headrace.data.task import Task
 from headrace.errors import ConfigError, WorkflowError
+from headrace.rollout.gateway import ModelSession, close_gateway, model_session
+from headrace.rollout.model_client import Model
+from headrace.utils.child_environment import child_environment
 
 _TAIL = 64 * 1024  # bytes of output that are kept
 _SHOWN = 2000  # characters of stderr in an error

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
+from headrace.data.task import Message
 from headrace.rollout.gateway.chat import HARMLESS, choose_tools
 from headrace.rollout.gateway.wire import (
     Call,
@@ -24,7 +25,6 @@ from headrace.rollout.gateway.wire import (
     vendor,
 )
 from headrace.rollout.messages import ToolSchema
-from headrace.data.task import Message
 
 _TEXT = ("input_text", "output_text", "text")
 

@@ -20,7 +20,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from headrace.rollout.model_client import Model
+from headrace.config import GatewaySection
+from headrace.errors import ConfigError, HeadraceError
 from headrace.rollout.gateway.anthropic import Messages, read_conversation
 from headrace.rollout.gateway.chat import ChatCompletions
 from headrace.rollout.gateway.completions import Completions
@@ -28,8 +29,7 @@ from headrace.rollout.gateway.responses import Responses
 from headrace.rollout.gateway.session import Session
 from headrace.rollout.gateway.stream import EventStream
 from headrace.rollout.gateway.wire import Call, Dialect, Fields, Identity, Refusal, Reply, openai_error, parse_json
-from headrace.config import GatewaySection
-from headrace.errors import ConfigError, HeadraceError
+from headrace.rollout.model_client import Model
 from headrace.utils.listening import HttpServer, Rules, listen
 
 log = logging.getLogger("headrace")

@@ -9,10 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from headrace.rollout.model_client import Model
-from headrace.rollout.gateway.wire import Call, Identity, Refusal, Reply
-from headrace.rollout.messages import ToolSchema
-from headrace.ledger.episode_record import DivergedReplay
 from headrace.data.task import Message
 from headrace.engines.base import DEFAULT_SAMPLING
 from headrace.errors import (
@@ -24,6 +20,10 @@ from headrace.errors import (
     LedgerError,
     PromptTooLongError,
 )
+from headrace.ledger.episode_record import DivergedReplay
+from headrace.rollout.gateway.wire import Call, Identity, Refusal, Reply
+from headrace.rollout.messages import ToolSchema
+from headrace.rollout.model_client import Model
 
 
 class Session:

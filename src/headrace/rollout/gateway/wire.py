@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
-from headrace.rollout.messages import ToolSchema
 from headrace.data.episode import FinishReason, ModelOutput
 from headrace.data.task import Message
 from headrace.errors import WorkflowError
+from headrace.rollout.messages import ToolSchema
 
 _PIECES = 4  # of a streamed text: the engine gives whole replies, so more would only cost time
 _MISSING = object()

@@ -12,12 +12,12 @@ from typing import Any
 
 from headrace.config import RunConfig
 from headrace.config.effect import idle_settings
+from headrace.config.loading import build_config, field_paths
 from headrace.errors import ConfigError
+from headrace.registry import nearest
 from headrace.scheduling.durations import durations_of
 from headrace.scheduling.simulation.simulator import check_simulated, simulate
 from headrace.scheduling.simulation.tally import Outcome
-from headrace.registry import nearest
-from headrace.config.loading import build_config, field_paths
 
 # what a simulation reads: varying anything else would give the same row again and again
 _READ = {

@@ -16,21 +16,22 @@ from typing import NamedTuple
 
 import numpy as np
 
-from headrace.config.rules import ONE_GROUP
+from headrace.algorithms.batching import to_samples
 from headrace.config import RunConfig
 from headrace.config.conditions import chosen
+from headrace.config.rules import ONE_GROUP
 from headrace.data.sample import Sample
 from headrace.data.seeds import derive_seed
 from headrace.errors import ConfigError
-from headrace.tracking.metrics import MetricsAggregator
-from headrace.algorithms.batching import to_samples
+from headrace.registry import resolve
 from headrace.scheduling.buffer import FinishedGroup, TrajectoryGroupBuffer
 from headrace.scheduling.coordinator import SyncCoordinator
 from headrace.scheduling.durations import Durations, durations_of
-from headrace.scheduling.staleness import StalenessPolicy
+from headrace.scheduling.selection import Selection
 from headrace.scheduling.simulation.tally import Outcome, Tally
 from headrace.scheduling.simulation.virtual import VirtualGroup, VirtualPolicy, VirtualRollouts, VirtualTasks
-from headrace.registry import resolve
+from headrace.scheduling.staleness import StalenessPolicy
+from headrace.tracking.metrics import MetricsAggregator
 
 _ROUNDING = 1e-9
 
@@ -98,7 +99,8 @@ class Simulation:
         self._groups: dict[int, VirtualGroup] = {}
         self._numbers = 0
         stream = trainer.stream if trainer.stream is not None else trainer.placement == "separate"
-        self._streams = stream and trainer.updates_per_batch == 1 and chosen(config.algorithm, "estimator") <= ONE_GROUP
+        streams = stream and trainer.updates_per_batch == 1 and chosen(config.algorithm, "estimator") <= ONE_GROUP
+        self._selection = Selection(config, self.coordinator, self.buffer, streams)
         self._learning = False
         self._step: list[FinishedGroup] = []
         self._again: list[FinishedGroup] = []
@@ -192,25 +194,11 @@ class Simulation:
             self._publish_if_drained()
         while not self._learning and not self.coordinator.paused:
             wanted = self._size - len(self._step)
-            count, first = self._takeable(wanted)
-            if not count and (wanted > 0 or self.coordinator.due()):
+            self._drop_stale()
+            count, first = self._selection.takeable(wanted)
+            if not count and not self._selection.has_enough(wanted):
                 return
             self._learn_from(self.buffer.take(count, first))
-
-    def _takeable(self, wanted: int) -> tuple[int, list[int]]:
-        """How many whole groups the step may take now, of those it still wants (0: wait), and which of them first."""
-        self._drop_stale()
-        due = self.coordinator.due()
-        late = sum(group_id not in self.buffer for group_id in due)
-        ready = len(self.buffer)
-        if not self._streams:
-            enough = max(wanted, len(due))
-            return (enough if not late and ready >= enough else 0), due
-        if self._config.run.deterministic:
-            in_order, enough = self.coordinator.whole_in_order(), max(wanted, 0)
-            now = [*in_order[:enough], *(group_id for group_id in in_order[enough:] if group_id in due)]
-            return len(now), now
-        return max(min(ready, wanted - late), min(ready, len(due) - late)), due
 
     def _drop_stale(self) -> None:
         stale = self.coordinator.stale()
@@ -227,7 +215,7 @@ class Simulation:
         self._step += piece
         self._complete = len(self._step) >= self._size and not self.coordinator.due()
         again = self._config.trainer.batch_size - len(self._step) if self._complete else 0
-        self._again = self.buffer.take_used(again, self._is_too_old) if again > 0 else []
+        self._again = self.buffer.take_used(again, self._selection.is_too_old) if again > 0 else []
         trained = self._limit([*piece, *self._again])
         for group in piece:
             self.tally.group_ended(self._groups[group.group_id], trained.get(group.group_id, 0))
@@ -239,11 +227,6 @@ class Simulation:
         share = (len(piece) + len(self._again)) / self._config.trainer.batch_size
         self._learning = True
         self._push(share * self._learn_s, None)
-
-    def _is_too_old(self, group: FinishedGroup) -> bool:
-        policy, oldest = self._policy, group.oldest_version
-        age = self.coordinator.version - oldest if oldest is not None else 0
-        return policy.is_stale(age) or (policy.waits_for_due and age > policy.max_staleness)
 
     def _skip(self) -> None:
         """Nothing of the step is to be trained: no update, and another batch in its place."""
@@ -258,7 +241,7 @@ class Simulation:
         self._step, self._again = [], []
         self._complete = self._has_something = False
         fresh, asked = self._config.fresh_groups, self._config.trainer.batch_size
-        self._size = max(fresh, asked - self.buffer.usable(self._is_too_old))  # a batch is full
+        self._size = max(fresh, asked - self.buffer.usable(self._selection.is_too_old))  # a batch is full
         self.coordinator.enlarge(self._size - fresh)
         self._learn_s = self._durations.learn_s(self._learn_rng)
 

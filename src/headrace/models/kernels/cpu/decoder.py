@@ -13,8 +13,8 @@ from torch import Tensor
 
 from headrace.config import Weights
 from headrace.models.causal import Draws
-from headrace.models.llama_cache import LlamaCache
 from headrace.models.kernels.cpu import LEAST_OUTPUTS, Kernels
+from headrace.models.llama_cache import LlamaCache
 
 _LANES = 8
 SMALL_INPUTS = 16

@@ -1,0 +1,265 @@
+"""GroupLifecycle: the one place where a group changes state.
+
+    drawn ──▶ started ──▶ complete ──▶ taken ──▶ trained
+                 │            │          └─────▶ dropped    nothing in its batch could be trained
+                 │            └────────────────▶ stale      older than the staleness policy trains
+                 └─────────────────────────────▶ dropped    failed, or filtered
+
+One method per transition. Each updates all that keep book of groups: the coordinator (admission, versions, account),
+the buffer (episodes), the ledger (durable), the sampler (a curriculum learns from outcomes), and the metrics of
+durations and selection bias. A group that may be trained again has left this life: the buffer retains it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from headrace.backends.base import Publication
+from headrace.config import RunConfig
+from headrace.data.episode import Episode
+from headrace.data.sample import TrainBatch
+from headrace.data.sampler import Draw, Position, TaskSampler
+from headrace.run.journal import RunJournal
+from headrace.scheduling.batch_metrics import RewardsBeforeFilters
+from headrace.scheduling.bias import SelectionBias
+from headrace.scheduling.buffer import FinishedGroup, TrajectoryGroupBuffer
+from headrace.scheduling.coordinator import SyncCoordinator
+from headrace.scheduling.durations import GroupDurations
+from headrace.tracking.metrics import MetricsAggregator
+
+
+class Changes:
+    """Wakes the loops that wait for a change of coordinator or buffer."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def notify(self) -> None:
+        """Wake everyone who waits."""
+        self._event.set()
+        self._event = asyncio.Event()
+
+    async def next(self) -> None:
+        """Wait for the next change."""
+        await self._event.wait()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until a condition holds. It must change nothing: it is evaluated at every change."""
+        while not condition():
+            await self.next()
+
+
+class Stage(StrEnum):
+    """Where a group is in its life."""
+
+    DRAWN = "drawn"
+    STARTED = "started"
+    COMPLETE = "complete"
+    TAKEN = "taken"
+    TRAINED = "trained"
+    DROPPED = "dropped"
+    STALE = "stale"
+
+
+_NEXT = {
+    Stage.DRAWN: {Stage.STARTED},
+    Stage.STARTED: {Stage.COMPLETE, Stage.DROPPED},
+    Stage.COMPLETE: {Stage.TAKEN, Stage.STALE},
+    Stage.TAKEN: {Stage.TRAINED, Stage.DROPPED},
+}
+
+
+@dataclass(slots=True)
+class LiveGroup:
+    """A group between its draw and its end: the rollouts of one task."""
+
+    group_id: int
+    draw: Draw
+    known: Mapping[int, Episode] = field(default_factory=dict)
+    """Episodes that an earlier process of the run rolled out."""
+    counted: bool = False
+    """Whether the account has its episodes already."""
+    settled: bool = False
+    """Whether an earlier process completed it, so that the account has what was lost of it."""
+    since: int | None = None
+    """The version it was started under, if an earlier process sampled some of it."""
+    stage: Stage = Stage.DRAWN
+    started_s: float = 0.0
+
+
+class GroupLifecycle:
+    """The groups of a run, from their draw to their end."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        sampler: TaskSampler,
+        coordinator: SyncCoordinator,
+        buffer: TrajectoryGroupBuffer,
+        journal: RunJournal,
+        next_group_id: int = 0,
+    ) -> None:
+        self._group_size = config.rollout.group_size
+        self._sampler = sampler
+        self._coordinator = coordinator
+        self._buffer = buffer
+        self._journal = journal
+        self._bias = SelectionBias()
+        self._durations = GroupDurations()
+        self._before_filters = RewardsBeforeFilters(config.algorithm)
+        self._live: dict[int, LiveGroup] = {}
+        self._next_group_id = next_group_id
+        self.changes = Changes()
+
+    @property
+    def next_group_id(self) -> int:
+        """The id of the next group that is drawn."""
+        return self._next_group_id
+
+    def unfinished(self) -> list[tuple[int, Position]]:
+        """Groups without an end, and where their tasks were drawn: a resumed run without a ledger rolls them out."""
+        return [(group.group_id, group.draw.position) for group in self._live.values()]
+
+    # ---- transitions ----------------------------------------------------------------------------------------------
+
+    def drawn(self, draw: Draw) -> LiveGroup:
+        """A task is drawn: its group gets an id."""
+        group = LiveGroup(self._next_group_id, draw)
+        self._next_group_id += 1
+        self._live[group.group_id] = group
+        self._journal.drawn(group.group_id, draw, self._group_size, self._coordinator.version)
+        return group
+
+    def restored(self, group: LiveGroup, *, recorded: bool) -> None:
+        """A group that an earlier process drew lives on, under the id (and so the seeds) it had."""
+        self._live[group.group_id] = group
+        if not recorded:
+            self._journal.drawn(group.group_id, group.draw, self._group_size, self._coordinator.version)
+
+    def recalled(self, group_ids: Iterable[int]) -> list[FinishedGroup]:
+        """Groups of a recorded batch, which an earlier process took and which are to be trained as they were."""
+        recalled = [self.form_recorded(group_id) for group_id in group_ids]
+        for finished in recalled:
+            draw = self._sampler.draw_at(self._journal.position_of(finished.group_id))
+            self._live[finished.group_id] = LiveGroup(finished.group_id, draw, stage=Stage.TAKEN)
+            self._before_filters.add(finished)  # what was dropped beside it is not recalled
+        return recalled
+
+    def form_recorded(self, group_id: int) -> FinishedGroup:
+        """A recorded group as the buffer formed it: to train it once more, or to count it."""
+        return self._buffer.form(group_id, self._journal.episodes_of(group_id))
+
+    def started(self, group: LiveGroup) -> None:
+        """The group's rollouts begin, under the current version."""
+        self._move(group.group_id, Stage.STARTED)
+        group.started_s = time.perf_counter()
+        self._coordinator.started(group.group_id, 0 if group.counted else self._group_size, group.since)
+        self._bias.submitted(group.draw.task.source)
+
+    def episode_finished(self, group: LiveGroup, episode: Episode) -> FinishedGroup | None:
+        """An episode is there. With the last of its group the group is complete, or dropped; the learner may take a
+        complete one from then on."""
+        finished = self._buffer.add_episode(episode, self._group_size)
+        if finished is not None:
+            self._completed(group, finished)
+        return finished
+
+    def _completed(self, group: LiveGroup, finished: FinishedGroup) -> None:
+        duration_s = time.perf_counter() - group.started_s
+        self._durations.add(duration_s, finished)
+        self._before_filters.add(finished)
+        self._bias.finished(finished, duration_s)
+        if not group.settled:
+            self._coordinator.settled(failed=finished.failed, filtered=finished.filtered)
+            self._journal.whole(finished, self._coordinator.version)
+        if finished.dropped_because is None:
+            self._move(finished.group_id, Stage.COMPLETE)
+            self._coordinator.became_whole(finished.group_id, finished.oldest_version)
+        else:
+            self._observe(finished)
+            self._coordinator.gone(finished.group_id)
+            self._move(finished.group_id, Stage.DROPPED)
+        self.changes.notify()
+
+    def taken(self, count: int, first: Sequence[int] = ()) -> list[FinishedGroup]:
+        """Complete groups go into the step that trains at this version: those named `first`, then by order."""
+        some = self._buffer.take(count, first)
+        for finished in some:
+            self._move(finished.group_id, Stage.TAKEN)
+            self._coordinator.taken(finished.group_id)
+        self.changes.notify()
+        return some
+
+    def drop_stale(self, step: int) -> int:
+        """Complete groups that the staleness policy will not train have their end; how many."""
+        stale = self._coordinator.stale()
+        for finished in self._buffer.take(len(stale), first=stale) if stale else ():
+            self._coordinator.gone(finished.group_id)
+            self._coordinator.settled(stale=finished.kept)
+            self._journal.stale(finished, step)
+            self._bias.dropped(finished)
+            self._move(finished.group_id, Stage.STALE)
+        return len(stale)
+
+    async def recorded(
+        self,
+        step: int,
+        pieces: Sequence[Sequence[FinishedGroup]],
+        again: Sequence[FinishedGroup],
+        batches: Sequence[TrainBatch],
+    ) -> None:
+        """The ledger holds the batch: from here on a crash trains it again from the record, and never other groups in
+        its place. Returns when it is durable; the update must not be made before, or a crash in between would train
+        its groups twice."""
+        await self._journal.training(step, self._coordinator.version, pieces, again, batches)
+
+    def trained(
+        self, fresh: Sequence[FinishedGroup], again: Sequence[FinishedGroup], step: int, made: int, synced: Publication
+    ) -> None:
+        """`made` optimizer steps after `step` were made on a batch, and the engine has the weights."""
+        self._coordinator.settled(trained=sum(finished.kept for finished in fresh))
+        for finished in fresh:
+            self._observe(finished)
+        self._sampler.end_version(self._coordinator.version)  # before the next version: draws after it see the rates
+        self._journal.trained(step, made, synced)
+        self._coordinator.published(synced.version)
+        for finished in fresh:
+            self._move(finished.group_id, Stage.TRAINED)
+        self._bias.trained(fresh)
+        self._buffer.retain([*fresh, *again])
+        self.changes.notify()
+
+    def nothing_to_train(self, taken: Sequence[FinishedGroup], step: int) -> None:
+        """A batch came to no update: its groups are dropped, and another batch is opened for the same version."""
+        self._coordinator.settled(filtered=sum(finished.kept for finished in taken))
+        self._coordinator.skipped()
+        self._journal.nothing_to_train(taken, step)
+        for finished in taken:
+            self._observe(finished)
+            self._bias.dropped(finished)
+            self._move(finished.group_id, Stage.DROPPED)
+        self.changes.notify()
+
+    def _move(self, group_id: int, to: Stage) -> None:
+        group = self._live[group_id]
+        assert to in _NEXT[group.stage], f"group {group_id} is {group.stage}, and cannot become {to}"
+        group.stage = to
+        if to not in _NEXT:  # its end
+            del self._live[group_id]
+
+    def _observe(self, finished: FinishedGroup) -> None:
+        draw = self._live[finished.group_id].draw
+        self._sampler.observe(self._coordinator.version, finished.group_id, draw, finished.episodes)
+
+    # ---- metrics --------------------------------------------------------------------------------------------------
+
+    def metrics(self) -> MetricsAggregator:
+        """Of the groups completed since this was last asked, and the selection bias of the run."""
+        metrics = self._durations.metrics(self._coordinator.version)
+        metrics.merge(self._before_filters.metrics())
+        metrics.merge(self._bias.metrics())
+        return metrics
