@@ -216,7 +216,7 @@ def without_local_extra(tmp_path: Path) -> dict[str, str]:
     for entry in Path(sysconfig.get_path("purelib")).iterdir():
         if not entry.name.startswith(("torch", "transformers")):
             (packages / entry.name).symlink_to(entry)
-    source = Path(__file__).parent.parent / "src"
+    source = Path(__file__).parents[2] / "src"
     cache = tmp_path / "cache"
     return {**os.environ, "PYTHONPATH": f"{source}:{packages}", "COLUMNS": "300", "HEADRACE_CACHE": str(cache)}
 
@@ -236,7 +236,7 @@ def test_without_torch_doctor_and_get_say_what_to_install(without_local_extra: d
 
 
 def test_doctor_knows_the_packages_of_every_extra():
-    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     declared = {
         extra: tuple(name for name in (r.split(">")[0] for r in requirements) if not name.startswith("headrace"))
         for extra, requirements in project["optional-dependencies"].items()

@@ -24,7 +24,7 @@ from headrace.rollout.model_client import Model
 from headrace.run.checkpoint import list_checkpoints, step_of
 from headrace.tracking.base import RunInfo
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "countdown.toml"
 
 

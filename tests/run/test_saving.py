@@ -254,7 +254,7 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
     mount = f"mount -t tmpfs -o size=2m tmpfs {tmp_path}"
     if subprocess.run(["unshare", "-rm", "sh", "-c", mount], capture_output=True, check=False).returncode:
         pytest.skip("mounting is not allowed here")
-    here = Path(__file__).parent
+    here = Path(__file__).parents[1]
     command = f"{mount} && exec {sys.executable} - {tmp_path}"
     done = subprocess.run(
         ["unshare", "-rm", "sh", "-c", command], input=TMPFS, cwd=here, capture_output=True, text=True, check=True
@@ -273,7 +273,7 @@ def test_a_kill_before_any_operation_on_the_disk_leaves_a_whole_checkpoint(
     tmp_path: Path, step: int, kind: str
 ) -> None:
     """Each operation of a save in turn is where the process is killed; see killed_saving.py."""
-    script = Path(__file__).with_name("killed_saving.py")
+    script = Path(__file__).parents[1] / "killed_saving.py"
     done = subprocess.run(
         [sys.executable, str(script), str(tmp_path), kind, str(step)], capture_output=True, text=True, check=False
     )

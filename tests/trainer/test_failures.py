@@ -505,7 +505,7 @@ def test_the_process_ends_with_the_traceback_of_an_exception_that_is_not_ours(
     settings = [f"--trainer.max_staleness={bound}", f'--trainer.callbacks=["{mine}:Breaks"]']
     command = [sys.executable, "-m", "headrace", "train", str(tmp_path / "run.toml"), *settings,
                "--backend.name=null_backend:NullBackend"]  # fmt: skip
-    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False,
                           env={**os.environ, "PYTHONPATH": path})  # fmt: skip
     assert done.returncode == 1

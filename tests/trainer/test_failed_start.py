@@ -56,7 +56,7 @@ STARTS: dict[str, tuple[list[str], str]] = {
 def test_a_mistake_leaves_no_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], says: str
 ) -> None:
-    example = Path(__file__).parent.parent / "examples" / "countdown.toml"
+    example = Path(__file__).parents[2] / "examples" / "countdown.toml"
     monkeypatch.chdir(tmp_path)
     assert run(["train", str(example), *words]) == 2
     assert says in capsys.readouterr().err

@@ -21,7 +21,7 @@ from headrace.ledger import ledger as ledger_module
 from headrace.ledger.files import connect_writer
 from recorded import dispatch, play, simple_episode, train
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 NOBODY = 65534
 
 # ---- kills -----------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import pytest
 from sandbox_attacks import SECRET
 
 _NOBODY = 65534
-_TESTS = Path(__file__).parent
+_TESTS = Path(__file__).parents[1]
 _BIND, _REC, _PRIVATE, _NEWNS = 4096, 16384, 1 << 18, 0x20000
 _LONGEST_S = 300.0
 

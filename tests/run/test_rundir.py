@@ -232,7 +232,7 @@ async def test_an_unreadable_configuration_is_an_error_with_the_remedy(tmp_path:
 
 
 def test_the_documentation_lists_every_setting_that_may_change() -> None:
-    page = (Path(__file__).parent.parent / "docs" / "run_files.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "run_files.md").read_text()
     for key in (*resume.FREE, *resume.UNLESS_DETERMINISTIC, *resume.FIXED, *resume.BOUND_TO_STATE):
         assert f"`{key}`" in page or f"`[{key}]`" in page, key
 

@@ -22,7 +22,7 @@ from headrace.ledger import ledger as ledger_module
 from headrace.ledger.files import connect_writer
 from headrace.trainer.callbacks import Callback, Metrics, TrainerHandle
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 SCENARIO = "null_in_step"
 
 
