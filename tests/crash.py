@@ -242,8 +242,8 @@ class Watch:
         from headrace.ledger import Ledger
         from headrace.run import checkpoint_writer as saving
         from headrace.tracking.base import TrackerSet
+        from headrace.trainer import setup, trainer
         from headrace.trainer.learner_step import Learner
-        from headrace.trainer.trainer import trainer
 
         plain = {"dispatched": "dispatched", "started": "started", "called": "called", "finished": "finished",
                  "batch": "batch", "flushed": "flushed", "committed": "committed", "published": "published",
@@ -258,17 +258,17 @@ class Watch:
         self._wrap(saving.manifest, "seal", lambda **_: "sealed")
         self._wrap(saving, "_put_in_place", lambda **_: "in_place")
         self._wrap(trainer, "mark_finished", lambda **_: "done")
-        self._wrap(trainer.UnifiedTrainer, "_set_up", lambda **_: "set up")
+        self._wrap(setup, "_build", lambda **_: "set up")
         opened = Ledger.open.__func__  # type: ignore[attr-defined]
         Ledger.open = classmethod(lambda cls, *args: self._opened(opened(cls, *args)))  # type: ignore[assignment]
-        set_up = trainer.UnifiedTrainer._set_up
+        build = setup._build
 
-        async def began(own: Any, state: Any) -> None:
-            self._wrap(type(own._parts.backend), "publish", lambda **_: "publication")
+        def began(config: Any, parts: Any, beside: Any, state: Any) -> Any:
+            self._wrap(type(parts.backend), "publish", lambda **_: "publication")
             self._server.send(b"training")
-            await set_up(own, state)
+            return build(config, parts, beside, state)
 
-        trainer.UnifiedTrainer._set_up = began  # type: ignore[method-assign]
+        setup._build = began
 
     def _opened(self, ledger: Any) -> Any:
         self._ledger = ledger

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from test_decoder import KINDS, sampled_at_once, sampled_one_by_one
+from test_torch_engine import TorchEngineContract
 from torch import Tensor
 
 import tiny
@@ -21,8 +23,6 @@ from headrace.models.causal import build_causal_model
 from headrace.models.kernels import cpu as native
 from headrace.models.llama import LlamaModel
 from headrace.trainer.trainer import UnifiedTrainer
-from test_decoder import KINDS, sampled_at_once, sampled_one_by_one
-from test_torch_engine import TorchEngineContract
 
 SMALL: list[Weights] = ["bfloat16", "int8"]
 

@@ -20,6 +20,7 @@ from headrace.evaluation.evaluator import Evaluator, bootstrap_interval, evaluat
 from headrace.judge.base import FunctionJudger
 from headrace.rollout.manager import AgentLoopManager
 from headrace.rollout.model_client import Model
+from headrace.rollout.store import ValuesInMemory
 from headrace.rollout.workflow import single_turn
 
 TASKS = [Task(str(i), instruction=f"Say {word}.", answer=word) for i, word in enumerate(["a", "b", "ab", "ba"])]
@@ -241,15 +242,16 @@ async def test_a_limit_takes_the_first_tasks_and_leaves_their_random_numbers_as_
     assert {request.params.top_p for request in whole.requests} == {0.7}
 
 
-async def test_a_set_may_have_a_manager_of_its_own_which_sees_the_same_store() -> None:
+async def test_a_set_may_have_a_manager_of_its_own_with_the_store_it_is_given() -> None:
     async def reads(task: Task, model: Model) -> float:
         await model.chat(task.messages)
         return float(await model.store.get("learned", 0.0))
 
     sets = {name: (EvalSet(tasks="words"), TASKS[:2]) for name in ("one", "two")}
+    values = ValuesInMemory()
+    values.put("learned", 1.0)
     usual = manager(FakeEngine(lambda seed: "x"))
-    usual.values.put("learned", 1.0)
-    own = AgentLoopManager(reads, FakeEngine(a_letter), char_chat(), None, training=False)
+    own = AgentLoopManager(reads, FakeEngine(a_letter), char_chat(), None, training=False, values=values)
     metrics = await Evaluator(sets, RolloutSection(), 0, managers={"two": own}).evaluate(usual)
     assert (metrics["eval/one/pass@1"], metrics["eval/two/pass@1"]) == (0.0, 1.0)
 

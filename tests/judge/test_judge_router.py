@@ -14,12 +14,12 @@ from headrace.data.episode import Episode, TerminationReason, Trajectory
 from headrace.data.task import Task
 from headrace.engines.base import SamplingParams
 from headrace.errors import ConfigError, EngineError, InfrastructureError, PromptTooLongError
+from headrace.evaluation.setup import configured_judger
 from headrace.judge import router
 from headrace.judge.base import JudgeError, Judger, Verdict, as_judger
 from headrace.judge.router import GuardedJudger, Router
 from headrace.rollout.manager import AgentLoopManager, Limits, RolloutSpec
 from headrace.rollout.workflow import single_turn
-from headrace.trainer.setup import _judger
 
 
 @pytest.fixture(autouse=True)
@@ -104,13 +104,13 @@ def test_routes_are_checked_at_the_start(routes: dict[str, Any], problem: str) -
 
 def test_a_run_has_either_routes_or_one_judger() -> None:
     routes = {"routes": {"*": {"name": "exact"}}}
-    found = _judger(build_config({"judge": routes}), None)
+    found = configured_judger(build_config({"judge": routes}), None)
     assert isinstance(found, GuardedJudger) and isinstance(found.judger, Router)
-    one = _judger(build_config({"workflow": {"judger": "countdown"}}), None)
+    one = configured_judger(build_config({"workflow": {"judger": "countdown"}}), None)
     assert isinstance(one, GuardedJudger) and one.label == "CountdownJudger"
-    assert _judger(build_config({}), None) is None
+    assert configured_judger(build_config({}), None) is None
     with pytest.raises(ConfigError, match="keep one of them"):
-        _judger(build_config({"judge": routes, "workflow": {"judger": "countdown"}}), None)
+        configured_judger(build_config({"judge": routes, "workflow": {"judger": "countdown"}}), None)
 
 
 # ---- failures --------------------------------------------------------------------------------------------------------

@@ -124,10 +124,9 @@ async def talk(task: Task, model: Model) -> float:
     return 1.0
 
 
-def manager(run: Any, budget: Budget | None = None, **limits: Any) -> AgentLoopManager:
-    return AgentLoopManager(
-        run, FakeEngine(lambda seed: "0123456789"), char_chat(), Score(), Limits(budget=budget or Budget(), **limits)
-    )
+def manager(run: Any, budget: Budget | None = None, values: Any = None, **limits: Any) -> AgentLoopManager:
+    bounds = Limits(budget=budget or Budget(), **limits)
+    return AgentLoopManager(run, FakeEngine(lambda seed: "0123456789"), char_chat(), Score(), bounds, values=values)
 
 
 class Score(Judger):
@@ -216,8 +215,7 @@ async def test_episodes_remember_for_each_other(tmp_path: Path) -> None:
         await model.store.put("seen", seen + 1)
         return float(await model.store.append("said", f"at {seen}", keep=2))
 
-    rolled = manager(run)
-    rolled.values = StoredValues(tmp_path / "store.sqlite")
+    rolled = manager(run, values=StoredValues(tmp_path / "store.sqlite"))
     rewards = [(await rolled.roll_out(SPEC, SAMPLING)).trajectories[0].reward for _ in range(3)]
     assert rewards == [1.0, 2.0, 2.0]
     assert StoredValues(tmp_path / "store.sqlite").get("said") == ["at 1", "at 2"]
@@ -232,8 +230,7 @@ async def test_evaluation_reads_the_store_and_leaves_it_alone(tmp_path: Path) ->
     values = StoredValues(tmp_path / "store.sqlite")
     values.put("best", 1)
     values.put("other", 10)
-    evaluating = AgentLoopManager(run, FakeEngine(), char_chat(), None, training=False)
-    evaluating.values = values
+    evaluating = AgentLoopManager(run, FakeEngine(), char_chat(), None, training=False, values=values)
     assert (await evaluating.roll_out(SPEC, SAMPLING)).trajectories[0].reward == 12.0
     assert values.get("best") == 1
 

@@ -14,6 +14,7 @@ import anthropic
 import httpx2
 import openai
 import pytest
+from test_resumed_episodes import live
 
 from fakes import FakeEngine, char_chat
 from headrace.config import GatewaySection
@@ -25,7 +26,6 @@ from headrace.rollout import gateway
 from headrace.rollout.gateway import ModelSession, close_gateway, model_session
 from headrace.rollout.gateway.server import running
 from headrace.rollout.model_client import Model
-from test_taken_up import live
 
 SAMPLING = SamplingParams(temperature=1.0, max_tokens=16)
 ASKED: list[Any] = [{"role": "user", "content": "Say a word."}]

@@ -63,8 +63,8 @@ class Copying(Callback):
 
     def on_batch_end(self, step: int, metrics: Mapping[str, float]) -> None:
         self.batches += 1
-        self._trainer._journal._ledger._writer.wait(sync=False)
-        shutil.copytree(self._trainer._run_dir, self._into / str(self.batches) / "r")
+        self._trainer._run.journal._ledger._writer.wait(sync=False)
+        shutil.copytree(self._trainer._run.folder, self._into / str(self.batches) / "r")
 
 
 @pytest.fixture(scope="module", params=list(SCHEDULES))

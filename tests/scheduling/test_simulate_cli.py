@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+from test_simulate import small
 
 from headrace.cli.main import run
 from headrace.scheduling.simulation.grid import grid_points, simulate_grid
 from headrace.scheduling.simulation.simulator import simulate
-from test_simulate import small
 
 
 def test_a_grid_is_every_combination_of_its_values() -> None:

@@ -13,11 +13,10 @@ import httpx2
 import numpy as np
 import pytest
 import tinker
+from test_serve_tinker import SGD_LIKE, client, imitation, new_model, row, sampled, serving, step, tokens
 from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 from tinker.proto.request_conv import forward_backward_request_to_proto
-
-from test_serve_tinker import SGD_LIKE, client, imitation, new_model, row, sampled, serving, step, tokens
 
 KEY = "tml-secret"
 KIND = {"Content-Type": "application/json"}

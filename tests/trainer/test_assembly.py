@@ -12,9 +12,11 @@ from headrace import registry
 from headrace.backends.base import Publication
 from headrace.config import RunConfig
 from headrace.config.loading import build_config
+from headrace.config.rules import resolve_objective
 from headrace.errors import ConfigError, DataError
 from headrace.evaluation.evaluate import evaluate_run
-from headrace.trainer.setup import assemble, assemble_evaluation, resolve_objective
+from headrace.evaluation.setup import assemble_evaluation
+from headrace.trainer.setup import Given, assemble
 
 
 class FakeBackend:
@@ -101,21 +103,20 @@ def test_tests_that_a_program_could_forge_are_found_before_the_model_is_loaded(w
     )
     run = config(workflow={"judger": "code"}, eval=DEV)
     with pytest.raises(DataError, match=r"a program could forge .* it uses eval"):
-        assemble(
-            run, tasks=bad if where == "training" else good, eval_tasks={"dev": good if where == "training" else bad}
-        )
+        training, evaluation = (bad, good) if where == "training" else (good, bad)
+        assemble(run, Given(tasks=training, eval_tasks={"dev": evaluation}))
     assert "load" not in said
 
 
 def test_tasks_for_a_set_that_the_configuration_does_not_name_are_an_error(said: list[str]) -> None:
     with pytest.raises(ConfigError, match=r'set "dve".*\(did you mean "dev"\?\); add a section \[eval\.sets\.dve\]'):
-        assemble(config(eval=DEV), eval_tasks={"dve": [{"instruction": "a"}]})
+        assemble(config(eval=DEV), Given(eval_tasks={"dve": [{"instruction": "a"}]}))
     assert "load" not in said
 
 
 def test_tasks_given_for_a_set_go_before_those_it_names_even_if_there_are_none() -> None:
     with pytest.raises(DataError, match="tasks has no tasks"):
-        assemble(config(eval=DEV), eval_tasks={"dev": []})
+        assemble(config(eval=DEV), Given(eval_tasks={"dev": []}))
 
 
 class TrainingTasks:

@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_callbacks import EVAL, EVENTS
+from test_failures import by_number, every_schedule, failed, failing_run
+from test_schedules import heavy_tail
 
 from fakes import ROOT, FakeEngine, char_chat
 from headrace import registry
@@ -32,9 +35,6 @@ from headrace.utils.deadline import Call, call_user
 from headrace.utils.loopwatch import watched_loop
 from headrace.utils.usercode import contained
 from null_backend import Null, scattered
-from test_callbacks import EVAL, EVENTS
-from test_failures import by_number, every_schedule, failed, failing_run
-from test_schedules import heavy_tail
 from virtual_time import run_virtual
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_schedules import heavy_tail, schedules
 
 from headrace import registry
 from headrace.data.task import Task
@@ -15,7 +16,6 @@ from headrace.errors import WorkflowError
 from headrace.rollout.model_client import Model
 from headrace.trainer.callbacks import Callback, Metrics, TrainerHandle, due
 from null_backend import Null, null_run, reported, scattered
-from test_schedules import heavy_tail, schedules
 
 EVENTS = [name for name in vars(Callback) if name.startswith("on_")]
 EVAL: dict[str, Any] = {"every": 2, "sets": {"held_out": {"tasks": "null_backend:some_tasks", "args": {"count": 4}}}}

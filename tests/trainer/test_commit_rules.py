@@ -22,7 +22,7 @@ from headrace.ledger.writer import Event, Writer
 from headrace.run.checkpoint_writer import CheckpointWriter
 from headrace.run.journal import RunJournal
 from headrace.tracking.base import TrackerSet
-from headrace.trainer.trainer import trainer as trainer_module
+from headrace.trainer import trainer as trainer_module
 from null_backend import Null, NullBackend, null_config, null_trainer
 
 HELD_S = 0.4  # much longer than the run takes for what it must not do

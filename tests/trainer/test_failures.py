@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_callbacks import EVAL, EVENTS
+from test_schedules import POLICIES, heavy_tail
 
 import null_backend
 from headrace import registry
@@ -31,8 +33,6 @@ from headrace.scheduling.staleness import Mask, StalenessPolicy
 from headrace.trainer.alarms import Alarms
 from headrace.trainer.callbacks import Callback
 from null_backend import Null, NullBackend, NullEngine, Ran, null_run, scattered
-from test_callbacks import EVAL, EVENTS
-from test_schedules import POLICIES, heavy_tail
 
 SCHEDULES: dict[str, dict[str, Any]] = {
     "in step": {"max_staleness": 0},

@@ -61,7 +61,7 @@ class Watcher(Callback):
         self._trainer: Any = trainer
 
     def on_batch_end(self, step: int, metrics: Metrics) -> None:
-        coordinator = self._trainer._coordinator
+        coordinator = self._trainer._run.coordinator
         account = {end: metrics[f"episodes/{end}"] for end in ENDS}
         assert metrics["episodes/dispatched"] == sum(account.values()), account
         self.held.append(coordinator.in_flight + coordinator.waiting)
