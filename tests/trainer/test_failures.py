@@ -21,7 +21,7 @@ from test_schedules import POLICIES, heavy_tail
 import null_backend
 from headrace import registry
 from headrace.cli.main import run as run_command
-from headrace.config import RunConfig
+from headrace.config import AlgorithmSection, RoleSection, RunConfig
 from headrace.data.sampler import TaskSampler
 from headrace.data.task import Task
 from headrace.engines.base import EngineHealth
@@ -536,3 +536,14 @@ def test_a_broken_loss_ends_the_run(tmp_path: Path, bound: int, error: str) -> N
     )
     with pytest.raises(RuntimeError if error == "RuntimeError" else HeadraceError, match="no such loss"):
         UnifiedTrainer(config).fit()
+
+
+def test_settings_for_a_role_that_never_came_are_warned_of_once() -> None:
+    said: list[str] = []
+    config = RunConfig(algorithm=AlgorithmSection(roles={"solvr": RoleSection(loss="cispo"), "agent": RoleSection()}))
+    alarms = Alarms(config, said.append)
+    alarms.check_roles(1, set())  # nothing came yet
+    alarms.check_roles(2, {"agent", "solver"})
+    alarms.check_roles(3, {"agent", "solver"})
+    (warning,) = said
+    assert "algorithm.roles.solvr has had no effect" in warning and "there were agent, solver" in warning

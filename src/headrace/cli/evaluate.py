@@ -43,7 +43,7 @@ def evaluate(
 ) -> None:
     """Evaluate a model, a checkpoint or a URL on the sets of a run file or of a run.
 
-    Settings can be changed with `--section.key value`; `headrace train --help` lists them.
+    Settings can be changed with `--section.key value`; `headrace train --help all` lists them.
     """
     _refuse_contradictions(checkpoint, model, url, api_key_env)
     if model is not None and url is None:

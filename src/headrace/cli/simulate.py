@@ -55,7 +55,7 @@ def simulate(
                 are started, by groups and by tokens; 100% is no bias
     long        mean duration of trained groups, relative to that of all
 
-    Any setting can be given as `--section.key value`; `headrace train --help`
+    Any setting can be given as `--section.key value`; `headrace train --help all`
     lists them. Not simulated: the forward pass in which "trust" measures old
     rows, evaluation, checkpoints, and that groups take longer the more run.
     """

@@ -35,6 +35,7 @@ def serve_tinker(options: ServeOptions, report: Callable[[str], None]) -> None:
                 report(line)
             yield
 
+    report(f"loading the model {options.model}")
     asyncio.run(_serve(options, listening, ready))
     report("stopped")
 

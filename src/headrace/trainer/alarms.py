@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from headrace.config import RunConfig
 from headrace.errors import PublicationError
@@ -13,6 +13,7 @@ class Alarms:
 
     def __init__(self, config: RunConfig, tell: Callable[[str], None]) -> None:
         self._limits = config.alarm
+        self._roles = frozenset(config.algorithm.roles)
         rollout = config.rollout
         # then the sampler's distribution is not the learner's by intention
         self._differ = (
@@ -40,6 +41,15 @@ class Alarms:
                     f"was learned; use tasks that are sometimes solved, or a reward that tells rollouts apart"
                 )
             self.warn_once("failed" if failed else "uniform", text)
+
+    def check_roles(self, step: int, seen: Collection[str]) -> None:
+        """Warn of settings for a role that no episode had: a name that is spelt otherwise in the workflow, say."""
+        for name in self._roles.difference(seen) if seen else ():
+            self.warn_once(
+                f"role {name}",
+                f"step {step}: algorithm.roles.{name} has had no effect, as no episode had a trajectory of that name "
+                f"(there were {', '.join(sorted(seen))}); correct the name or remove it",
+            )
 
     def warn_once(self, what: str, text: str) -> None:
         """Tell it, unless something of the kind was told."""

@@ -27,6 +27,8 @@ class Learner:
         self._policy = policy
         self._updates = config.trainer.updates_per_batch
         self.streams = objective.streams and self._updates == 1 and not config.filters.min_partial_tasks
+        self.roles: set[str] = set()
+        """Roles of all trajectories that came so far, trained or not."""
         self.begin(0)
 
     def begin(self, version: int) -> None:
@@ -42,6 +44,7 @@ class Learner:
         prepared = await self._objective.prepare(groups, self._version)
         self.metrics.merge(prepared.metrics)
         self._finished += finished
+        self.roles |= {trajectory.name for item in finished for e in item.episodes for trajectory in e.trajectories}
         if self._config.produce.reuse > 1:
             self.metrics.record("episodes/reused", sum(group.kept for group in again), Reducer.SUM)
         if prepared.part is not None:

@@ -196,6 +196,7 @@ class TrainingLoops:
             self._producing.cancel()  # what is still in flight will not be trained
         values = run.step_metrics()
         run.alarms.check(self.step, values)
+        run.alarms.check_roles(self.step, run.learner.roles)
         self.last_metrics = await run.callbacks.end_batch(self.step, values)
 
     # ---- beside the learner ---------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from headrace.errors import ConfigError
 
 _TEST_SHARE = 10  # one problem in so many is held out
 _TOO_LARGE = 100  # a written search does not spell out what is beyond every target
+_IN_VAIN = 20_000  # draws in a row that bring no new problem: there are hardly any left
 HINT = "Search step by step."
 INSTRUCTION = "Make {target} from {numbers}. Use each number once."
 
@@ -36,13 +37,14 @@ def countdown_tasks(
     shown = _solved_examples(shots, numbers, max_number, max_target, instruction)
     rng = random.Random(derive_seed("countdown", split, seed))
     tasks: dict[tuple[tuple[int, ...], int], Task] = {}
-    for _ in range(1000 * count):
-        if len(tasks) == count:
-            break
+    in_vain = 0
+    while len(tasks) < count and in_vain < _IN_VAIN:
         values, target = _draw_problem(rng, numbers, max_number, max_target)
         problem = (tuple(sorted(values)), target)
+        in_vain += 1
         if problem not in tasks and is_held_out(values, target) == (split == "test"):
             tasks[problem] = _task(values, target, instruction, shown)
+            in_vain = 0
     if len(tasks) < count:
         raise ConfigError(f"countdown: found only {len(tasks)} of {count} distinct {split} problems; raise max_number")
     return list(tasks.values())
