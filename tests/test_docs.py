@@ -17,6 +17,7 @@ from headrace import registry
 from headrace.algorithms import overview as capabilities
 from headrace.cli.main import app
 from headrace.config.loading import build_config, field_paths, load_config
+from headrace.config.rules import check_settings
 from headrace.errors import ConfigError, ModelError
 from headrace.models.catalog import resolve_model
 
@@ -265,4 +266,4 @@ REFUSED = [shlex.split(row[0].strip("`")) for row in rows(section("algorithms.md
 @pytest.mark.parametrize("words", [words for words in REFUSED if words[0].startswith("--")], ids=" ".join)
 def test_a_combination_that_the_docs_call_refused_is_refused(words: list[str]) -> None:
     with pytest.raises(ConfigError):
-        build_config({}, words)
+        check_settings(build_config({}, words), ())

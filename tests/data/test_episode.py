@@ -455,10 +455,10 @@ def test_arguments_that_a_source_does_not_take_are_an_error_that_names_it(
     assert f'the task source "{source}"' in str(raised.value) and reason in str(raised.value)
 
 
-def test_an_error_inside_a_source_keeps_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_inside_a_source_names_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("broken_tasks.py").write_text("def tasks():\n    return [1 + 'a']\n")
-    with pytest.raises(TypeError, match="unsupported operand"):
+    with pytest.raises(DataError, match=r"unsupported operand .*broken_tasks\.py:2: return \[1 \+ 'a'\]"):
         load_tasks("broken_tasks.py:tasks")
 
 

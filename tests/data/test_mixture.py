@@ -115,7 +115,8 @@ def test_a_mixture_goes_on_at_any_position(cut: int) -> None:
 
 
 def section(**values: Any) -> DataSection:
-    return build_config({"data": values}).data
+    overlap = {"eval": {"sets": {"dev": {"tasks": "words"}}}} if "on_overlap" in values else {}
+    return build_config({"data": values, **overlap}).data
 
 
 def small() -> list[Task]:
@@ -157,8 +158,8 @@ def test_the_system_prompt_is_put_before_the_tasks_of_every_source_that_has_none
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        ({"mixture": MIXTURE, "args": {"count": 3}}, "args does nothing beside a mixture; set it in"),
-        ({"mixture": MIXTURE, "tasks": "x.jsonl"}, "tasks does nothing beside a mixture"),
+        ({"mixture": MIXTURE, "args": {"count": 3}}, "data.mixture says where tasks come from; set it in"),
+        ({"mixture": MIXTURE, "tasks": "x.jsonl"}, 'tasks = "x.jsonl" has no effect'),
         ({"mixture": {"a": {"tasks": "b", "weight": 0}}}, "data.mixture.a.weight"),
         ({"mixture": {"a": {}}}, "data.mixture.a.tasks"),
         ({"holdout": 1.0}, "a share is below 1"),
@@ -255,8 +256,8 @@ def test_an_evaluation_set_is_what_training_leaves_out() -> None:
     [
         ({}, 0, {}, "nothing is held out; set data.holdout"),
         ({"count": 4}, 3, {}, "args.count must be a number from 1 to 3, got 4"),
-        ({"cuont": 4}, 3, {}, "args.cuont does nothing"),
-        ({}, 3, {"template": "{x}"}, "template does nothing"),
+        ({"cuont": 4}, 3, {}, "args.cuont has no effect"),
+        ({}, 3, {"template": "{x}"}, 'template = "{x}" has no effect'),
     ],
 )
 def test_a_mistake_in_a_held_out_set_is_told(args: dict[str, Any], tasks: int, more: dict[str, Any], says: str) -> None:

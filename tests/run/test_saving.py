@@ -82,7 +82,7 @@ async def test_a_metric_that_no_evaluation_reports_is_an_error(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("trainer", "sections", "says"),
     [
-        ({"best_metric": "eval/words/pass@1"}, {}, "does nothing while trainer.keep_best is 0"),
+        ({"best_metric": "eval/words/pass@1"}, {}, "has no effect: trainer.keep_best is 0"),
         ({"keep_best": 1, "save_every": 1}, {"sets": {}}, "there is no set"),
         ({"keep_best": 1, "save_every": 1}, {"sets": {"a": {"tasks": "countdown"}, "b": {"tasks": "countdown"}}},
          'set trainer.best_metric to one of "eval/a/pass@1", "eval/b/pass@1"'),

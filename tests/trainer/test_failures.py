@@ -247,7 +247,7 @@ def test_a_sampler_that_breaks_when_a_group_is_replaced_ends_the_run(
         failing_run(tmp_path, schedule, always_right, filters={"drop_uniform": True})
 
 
-@every_schedule
+@pytest.mark.parametrize("schedule", ["ahead", "ahead, shared"])
 @pytest.mark.parametrize("method", ["limit", "observe", "is_stale"])
 def test_a_broken_staleness_policy_ends_the_run(tmp_path: Path, schedule: str, method: str) -> None:
     registry.register("staleness", "broken", type("BrokenPolicy", (StalenessPolicy,), {method: breaking()}))
@@ -421,7 +421,7 @@ def test_partly_solved_tasks_that_never_come_end_the_run_with_their_cause(tmp_pa
         failing_run(tmp_path, schedule, always_right, filters=filters)
 
 
-@every_schedule
+@pytest.mark.parametrize("schedule", ["ahead", "ahead, shared"])
 def test_batches_of_which_nothing_may_be_trained_end_the_run_with_their_cause(tmp_path: Path, schedule: str) -> None:
     class Nothing(Mask):
         def limit(self, samples: Any, version: int, measured: Any, metrics: Any) -> list[Any]:

@@ -47,11 +47,12 @@ _ARGUMENTS = {
     "narrow_feed_forward": (_P, _P, _F, _P, _P, _I, _I, _I, _P, _P, _P, _P, _T),
     "narrow_chosen_logprobs": (_P, _P, _I, _I, _I, _P, _P, _P, _P, _P, _P, _T),
     "narrow_chosen_logprobs_backward": (_P, _P, _P, _P, _P, _I, _I, _I, _P, _P, _P, _T),
+    "narrow_probs_row": (_I,),
     "narrow_feed_forward_backward": (_P, _P, _P, _P, _P, _P, _P, _I, _I, _I, _P, _P, _P, _P, _P, _T),
 }
 _RETURNS = {
     "decode_attention": _T, "decode": _T, "decode_scratch": _I, "decode_and_sample": _I, "tree_attention": _T,
-    "tree_attention_backward": _T, "narrow_scratch": _I,
+    "tree_attention_backward": _T, "narrow_scratch": _I, "narrow_probs_row": _I,
 }  # fmt: skip
 
 

@@ -312,6 +312,9 @@ void narrow_feed_forward_backward(const float *grad, const float *x, const float
     }
 }
 
+/* Floats between rows of `probs`: how many stand in a vector depends on the processor. */
+int64_t narrow_probs_row(int64_t outputs) { return round_up(outputs, WIDE); }
+
 /* Log-probabilities of targets, with their distributions' entropies. `probs` [tokens][outputs, rounded up to WIDE] keeps
  * the probabilities. */
 void narrow_chosen_logprobs(const float *x, const float *weight, int64_t outputs, int64_t inputs, int64_t tokens,

@@ -124,7 +124,7 @@ def chosen_logprobs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(log-probabilities of the targets, entropies, probabilities with some room after each row)."""
     tokens, (outputs, inputs) = len(x_MD), weight_VD.shape
-    probs_MV = x_MD.new_empty(tokens, -(-outputs // _WIDE) * _WIDE)
+    probs_MV = x_MD.new_empty(tokens, kernels.library.narrow_probs_row(outputs))
     logprobs_M, entropies_M = x_MD.new_empty(tokens), x_MD.new_empty(tokens)
     scratch = _scratch(kernels, weight_VD)
     kernels.library.narrow_chosen_logprobs(
