@@ -21,7 +21,7 @@ from headrace.ledger import ledger as ledger_module
 from headrace.ledger.files import connect_writer
 from recorded import dispatch, play, simple_episode, train
 
-TESTS = Path(__file__).parents[1]
+TESTS = Path(__file__).parent
 NOBODY = 65534
 
 # ---- kills -----------------------------------------------------------------------------------------------------------
@@ -65,9 +65,7 @@ def check_is_prefix(path: Path, last: int) -> None:
 
 
 def killed_while_writing(folder: Path, after_s: float) -> None:
-    code = (
-        "import sys; from pathlib import Path; from test_ledger_files import write_for_ever as w; w(Path(sys.argv[1]))"
-    )
+    code = "import sys; from pathlib import Path; import test_ledger_files as t; t.write_for_ever(Path(sys.argv[1]))"
     writer = subprocess.Popen([sys.executable, "-c", code, folder], stdout=subprocess.PIPE, cwd=TESTS)
     assert writer.stdout is not None and writer.stdout.readline() == b"writing\n"
     time.sleep(after_s)

@@ -354,3 +354,37 @@ def test_a_file_system_that_is_really_read_only(tmp_path: Path) -> None:
     )
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert "Read-only file system; make room or make it writable, or choose another with --run-dir" in done.stderr
+
+
+# ---- starts that fail, and what Python gave --------------------------------------------------------------------------
+
+
+def begun(tmp_path: Path, **objects: str) -> RunConfig:
+    """A run that has a step behind it."""
+    config = build_config({"run": {"dir": str(tmp_path), "name": "r"}})
+    with claim_run_dir(config, objects=objects) as claim:
+        (claim.folder / "checkpoints" / "step_000001").mkdir(parents=True)
+        claim.begin()
+    return config
+
+
+def test_a_start_that_fails_leaves_the_files_of_a_run_as_they_were(tmp_path: Path) -> None:
+    first = begun(tmp_path)
+    stored = tmp_path / "r" / "config.json"
+    kept = stored.read_text()
+    longer = first.model_copy(update={"trainer": first.trainer.model_copy(update={"steps": 999})})
+    with pytest.raises(ValueError, match="no such file"), claim_run_dir(longer):
+        raise ValueError("no such file")
+    assert stored.read_text() == kept
+    with claim_run_dir(longer) as claim:
+        claim.begin()
+    assert stored.read_text() != kept
+
+
+def test_what_python_gave_is_not_looked_up_by_name_when_the_run_is_resumed(tmp_path: Path) -> None:
+    config = begun(tmp_path, workflow="add_up", tasks="generator")
+    says = "started from Python, which gave it tasks generator; resume it from the same code"
+    with pytest.raises(ConfigError, match=says), claim_run_dir(config, objects={"workflow": "add_up"}):
+        pass
+    with claim_run_dir(config, objects={"workflow": "other", "tasks": "list"}) as claim:
+        assert claim.goes_on

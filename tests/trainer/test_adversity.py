@@ -80,6 +80,7 @@ def test_a_ledger_that_cannot_grow_ends_the_run_which_goes_on_when_it_can(
 
 IN_NAMESPACE = """
 import sys
+sys.path.insert(0, "trainer")
 from pathlib import Path
 import subprocess
 import crash_scenarios

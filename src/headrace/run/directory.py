@@ -7,7 +7,7 @@ import logging
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,21 @@ from headrace.tracking.jsonl import FILE_NAME, read_rows
 from headrace.tracking.notices import RunLog
 from headrace.utils.durable import write_durably
 
-_FINISHED, _CONFIG, _NUMERICS = "finished", "config.json", "numerics.json"
+_FINISHED, _CONFIG, _NUMERICS, _OBJECTS = "finished", "config.json", "numerics.json", "objects.json"
 _WORDS = ("auto", "never")
-_OURS = (_CONFIG, "lock", "log.txt", "ledger.sqlite", "store.sqlite", FILE_NAME, "tensorboard", "checkpoints", "spill")
+_OURS = (
+    _CONFIG,
+    _NUMERICS,
+    _OBJECTS,
+    "lock",
+    "log.txt",
+    "ledger.sqlite",
+    "store.sqlite",
+    FILE_NAME,
+    "tensorboard",
+    "checkpoints",
+    "spill",
+)
 """How the names of all files begin that a run makes before its first step."""
 
 
@@ -40,26 +52,38 @@ class Claim:
     start_from: Path | None = None
     """The checkpoint, or the run folder, that the run starts from if it has no checkpoint of its own."""
     notes: tuple[str, ...] = ()
-    """What a person should be told."""
+    """What a person should read."""
+    before: dict[Path, str | None] = field(default_factory=dict)
+    """What claiming the folder changed, as it was; put back if the start fails."""
+
+    def begin(self) -> None:
+        """The start has not failed: what claiming the folder changed stays."""
+        self.before.clear()
 
 
 @contextmanager
-def claim_run_dir(config: RunConfig, numerics: dict[str, str] | None = None) -> Iterator[Claim]:
+def claim_run_dir(
+    config: RunConfig, numerics: dict[str, str] | None = None, objects: dict[str, str] | None = None
+) -> Iterator[Claim]:
     """Choose the run's folder, lock it, check what is in it against the configuration, and write that down.
 
     `run.resume` says which folder. "auto" goes on with an unfinished run in DIR/NAME, and leaves a finished one alone:
     the run gets NAME-2, NAME-3 …. "never" leaves both alone. A path starts from there in a folder that holds no other
     run; but the path of this very folder goes on with the run in it, even if it is finished. `numerics` is what the
-    bits of a deterministic run depend on beside the configuration; it is recorded, and must stay the same.
+    bits of a deterministic run depend on beside the configuration; it is recorded, and must stay the same; so are the
+    names of `objects` that Python code gave, by what they are (the workflow, the tasks …).
     """
     source = _source(config)
     base = config.run.dir / config.run.name
     folder, lock, made = _lock_one(config, base, source)
+    claim: Claim | None = None
     try:
         with _writable(folder):
-            claim = _enter(config, folder, source, numerics)
+            claim = _enter(config, folder, source, numerics, objects or {})
         yield claim
     except BaseException:
+        if claim is not None:
+            _put_back(claim.before)
         _remove_failed_start(folder, made)
         raise
     finally:
@@ -91,7 +115,11 @@ def stored_config(folder: Path) -> dict[str, Any] | None:
 
 def stored_numerics(folder: Path) -> dict[str, str]:
     """What the bits of the run depend on beside its configuration; empty if that is not known."""
-    path = folder / _NUMERICS
+    return _stored_texts(folder, _NUMERICS)
+
+
+def _stored_texts(folder: Path, name: str) -> dict[str, str]:
+    path = folder / name
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
@@ -202,7 +230,16 @@ def _holds_evaluation(folder: Path) -> bool:
 # ---- what is in it ---------------------------------------------------------------------------------------------------
 
 
-def _enter(config: RunConfig, folder: Path, source: Path | None, numerics: dict[str, str] | None) -> Claim:
+def _put_back(before: dict[Path, str | None]) -> None:
+    """A start that failed leaves the files of the run as they were."""
+    for path, text in before.items():
+        with suppress(OSError):
+            path.unlink(missing_ok=True) if text is None else write_durably(path, text)
+
+
+def _enter(
+    config: RunConfig, folder: Path, source: Path | None, numerics: dict[str, str] | None, objects: dict[str, str]
+) -> Claim:
     """Check before anything is written: a refused start leaves the folder as it was."""
     own, goes_on = _is_own(folder, source), holds_work(folder)
     stored = stored_config(folder) if goes_on or own else None
@@ -213,8 +250,11 @@ def _enter(config: RunConfig, folder: Path, source: Path | None, numerics: dict[
         unknown = f"{folder} has no {_CONFIG}: whether it was begun with other settings is not known"
         notes += [unknown] if stored is None else check_going_on(stored, config, folder)
         check_numerics(stored_numerics(folder), numerics or {}, folder)
+        _check_objects(_stored_texts(folder, _OBJECTS), objects, folder)
     elif source is not None and not own:
         notes += _check_source(config, source)
+    names = (_FINISHED, _CONFIG, _NUMERICS, _OBJECTS)
+    before = {folder / name: (folder / name).read_text() if (folder / name).exists() else None for name in names}
     if own and (folder / _FINISHED).exists():
         _reopen(folder, stored or {}, config)
     tidy(folder)
@@ -224,7 +264,19 @@ def _enter(config: RunConfig, folder: Path, source: Path | None, numerics: dict[
     write_durably(folder / _CONFIG, config.model_dump_json(indent=2) + "\n")
     if numerics:
         write_durably(folder / _NUMERICS, json.dumps(numerics, indent=2) + "\n")
-    return Claim(folder, goes_on, source, tuple(notes))
+    if objects:
+        write_durably(folder / _OBJECTS, json.dumps(objects, indent=2) + "\n")
+    return Claim(folder, goes_on, source, tuple(notes), before)
+
+
+def _check_objects(stored: dict[str, str], now: dict[str, str], folder: Path) -> None:
+    """Raise ConfigError if Python code gave what the configuration would now look up by name: it would be another."""
+    missing = [f"{what} {name}" for what, name in stored.items() if what not in now]
+    if missing:
+        raise ConfigError(
+            f"the run in {folder} was started from Python, which gave it {', '.join(missing)}; resume it from the same "
+            f"code, with run.resume or the same run.name"
+        )
 
 
 def _with_resume(config: RunConfig, word: str) -> RunConfig:

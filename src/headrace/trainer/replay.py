@@ -14,18 +14,20 @@ from pathlib import Path
 from headrace.config import RunConfig
 from headrace.config.compatibility import numeric_changes
 from headrace.config.rules import resolve_objective
+from headrace.data.task import Task
 from headrace.errors import ConfigError
 from headrace.evaluation.evaluate import config_of
 from headrace.evaluation.setup import in_this_process
 from headrace.ledger import Ledger, LedgerReader
 from headrace.ledger.records import BatchRecord
+from headrace.rollout.model_client import Model
 from headrace.run.agreement import first_gap
 from headrace.run.checkpoint import list_checkpoints, step_of
 from headrace.run.directory import stored_numerics
 from headrace.scheduling.buffer import FinishedGroup, TrajectoryGroupBuffer
 from headrace.trainer.learner_step import Learner
 from headrace.trainer.recovery import learn_recorded
-from headrace.trainer.setup import RunParts, assemble, numerics_of
+from headrace.trainer.setup import Given, RunParts, assemble, numerics_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,7 @@ class Replay:
         return len(self._batches)
 
     def __iter__(self) -> Iterator[ReplayedStep]:
-        parts = assemble(self.config)
+        parts = assemble(self.config, Given(workflow=_never))  # nothing is rolled out: the run's own may be gone
         buffer = TrajectoryGroupBuffer(self.config, parts.grouping)
         learner = Learner(self.config, parts.backend, parts.objective, parts.policy)
         with asyncio.Runner() as runner:
@@ -117,3 +119,7 @@ class Replay:
 
     def _groups(self, group_ids: Sequence[int], buffer: TrajectoryGroupBuffer) -> list[FinishedGroup]:
         return [buffer.form(group_id, self._ledger.complete_group(group_id)) for group_id in group_ids]
+
+
+async def _never(task: Task, model: Model) -> None:
+    raise AssertionError("a replay rolls nothing out")

@@ -72,6 +72,15 @@ class Given:
     eval_tasks: dict[str, Tasks] | None = None
     callbacks: tuple[Callback, ...] = ()
 
+    def names(self) -> dict[str, str]:
+        """What of it decides what is trained, by name: a run can be resumed only with the same."""
+        found = {"workflow": self.workflow, "tasks": self.tasks, "judger": self.judger}
+        return {what: _name_of(one) for what, one in found.items() if one is not None}
+
+
+def _name_of(given: Any) -> str:
+    return getattr(given, "__qualname__", None) or type(given).__qualname__
+
 
 class StopRequest:
     """Whether the run is to stop after the current step."""

@@ -82,8 +82,10 @@ class UnifiedTrainer:
             with on_interrupt(self._interrupted):
                 with working("loading the training backend"):
                     numerics = await in_own_thread(numerics_of, self.config)
-                with claim_run_dir(self._as_given, numerics) as claim, closing(log_to_file(claim.folder)):
+                claiming = claim_run_dir(self._as_given, numerics, self._given.names())
+                with claiming as claim, closing(log_to_file(claim.folder)):
                     async with open_run(self.config, self._as_given, self._given, claim, self._stop) as run:
+                        claim.begin()
                         loops = await self._train(run)
                     return self._finish(run, loops)
         except asyncio.CancelledError:

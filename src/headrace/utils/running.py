@@ -25,11 +25,15 @@ def run_loop(work: Callable[[], Coroutine[Any, Any, T]], stop: Callable[[], None
     `stop` is called, in the loop, at the first Ctrl-C, where the loop cannot listen to signals itself. Without it the
     first one cancels the work.
     """
+    return _Beside(work, stop).run() if _is_in_loop() else _run(work())
+
+
+def _is_in_loop() -> bool:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return _run(work())
-    return _Beside(work, stop).run()
+        return False
+    return True
 
 
 def _run(work: Coroutine[Any, Any, T]) -> T:
