@@ -240,9 +240,11 @@ class TrainingLoops:
         """Write a checkpoint."""
         run = self._run
         run.trackers.progress(f"saving the checkpoint of step {self.step}")
-        await run.journal.flushed()  # what a checkpoint contains is not made again: the ledger must have it
+        # the state before the flush: what a checkpoint contains is not made again, so the ledger must have all of it
+        state = run.state(self.step)
+        await run.journal.flushed()
         last = run.stop.requested or self.step >= self.config.trainer.steps
-        await run.checkpoints.save(run.state(self.step), last, run.evaluations.running)
+        await run.checkpoints.save(run.journal.with_excerpt(state), last, run.evaluations.running)
         for oldest in list_checkpoints(run.folder)[:1]:  # none while the first is being written
             run.journal.saved(step_of(oldest), run.buffer.reusable)
         self.spawn(run.checkpoints.wait())  # a failure while it is written ends the run

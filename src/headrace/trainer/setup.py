@@ -221,8 +221,8 @@ class Run:
         return values
 
     def state(self, step: int) -> TrainerState:
-        """Where the loops stand, for a checkpoint. The ledger must have been flushed."""
-        state = TrainerState(
+        """Where the loops stand, for a checkpoint."""
+        return TrainerState(
             step=step,
             version=self.coordinator.version,
             sampler_position=self.sampler.position,
@@ -237,7 +237,6 @@ class Run:
                 "untold_evaluation": self.evaluating.unreported,
             },
         )
-        return self.journal.with_excerpt(state)
 
 
 def batches_left(config: RunConfig, step: int) -> int:
