@@ -21,7 +21,8 @@ from headrace.ledger import ledger as ledger_module
 from headrace.ledger.files import connect_writer
 from recorded import dispatch, play, simple_episode, train
 
-TESTS = Path(__file__).parent
+HERE = Path(__file__).parent
+PATHS = os.environ | {"PYTHONPATH": str(HERE.parent)}
 NOBODY = 65534
 
 # ---- kills -----------------------------------------------------------------------------------------------------------
@@ -66,7 +67,7 @@ def check_is_prefix(path: Path, last: int) -> None:
 
 def killed_while_writing(folder: Path, after_s: float) -> None:
     code = "import sys; from pathlib import Path; import test_ledger_files as t; t.write_for_ever(Path(sys.argv[1]))"
-    writer = subprocess.Popen([sys.executable, "-c", code, folder], stdout=subprocess.PIPE, cwd=TESTS)
+    writer = subprocess.Popen([sys.executable, "-c", code, folder], stdout=subprocess.PIPE, cwd=HERE, env=PATHS)
     assert writer.stdout is not None and writer.stdout.readline() == b"writing\n"
     time.sleep(after_s)
     writer.send_signal(signal.SIGKILL)
@@ -162,7 +163,7 @@ def test_a_failing_write_of_the_system_is_an_error_and_nothing_is_damaged(tmp_pa
         "ledger = Ledger.open(Path(sys.argv[1])); "
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1_500_000, 1_500_000)); fill(ledger)"
     )
-    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, cwd=TESTS)
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, cwd=HERE, env=PATHS)
     assert done.returncode == 1
     assert "LedgerError: cannot write the ledger" in done.stderr.strip().splitlines()[-1]
     check_still_sound(tmp_path)

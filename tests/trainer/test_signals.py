@@ -23,6 +23,8 @@ from headrace.run.checkpoint import list_checkpoints, step_of
 from headrace.utils.interrupts import STOP, on_interrupt
 from null_backend import scattered
 
+PATHS = os.pathsep.join([str(ROOT / "tests"), str(ROOT / "tests" / "trainer")])
+
 FILE = """
 [backend]
 name = "null_backend:NullBackend"
@@ -68,7 +70,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         def start(*words: str, workflow: str = "slow", before: Callable[[], Any] | None = None) -> Any:
             (tmp_path / "run.toml").write_text(FILE.format(workflow=workflow))
             command = [sys.executable, "-m", "headrace", "train", "run.toml", "--run-dir", "r", *words]
-            settings = os.environ | {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
+            settings = os.environ | {"PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"}
             process = subprocess.Popen(
                 command, cwd=tmp_path, env=settings, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                 start_new_session=True, preexec_fn=before,
