@@ -210,7 +210,7 @@ def test_there_is_one_openmp_runtime_in_the_process(kernels: Kernels) -> None:
     if build.openmp_runtime() is None:
         pytest.skip("torch uses no GNU OpenMP here")
     script = (
-        "import torch; from headrace.models import native; torch.set_num_threads(2);"
+        "import torch; from headrace.models.kernels import cpu as native; torch.set_num_threads(2);"
         "native.kernels().swiglu(torch.randn(64, 4096));"
         "print(len({l.split()[-1] for l in open('/proc/self/maps') if 'libgomp' in l or 'libiomp' in l}))"
     )

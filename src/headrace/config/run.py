@@ -59,7 +59,9 @@ class LoraSection(Section):
     """Scale of the adapters; the update is alpha / rank times B A."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout on the adapters' input, while training only. Anything but 0 makes sampler and learner differ."""
-    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    targets: tuple[str, ...] = Field(
+        default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), min_length=1
+    )
     """Names of the linear layers that get an adapter."""
 
     effects: ClassVar = declare(

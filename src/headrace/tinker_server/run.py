@@ -35,7 +35,6 @@ def serve_tinker(options: ServeOptions, report: Callable[[str], None]) -> None:
                 report(line)
             yield
 
-    report(f"loading the model {options.model}")
     asyncio.run(_serve(options, listening, ready))
     report("stopped")
 

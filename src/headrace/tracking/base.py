@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from headrace import registry
 from headrace.errors import ConfigError
 from headrace.tracking.terminal import Doing
+from headrace.utils.usercode import contained
 
 if TYPE_CHECKING:
     from headrace.engines.base import EngineHealth
@@ -100,13 +101,14 @@ class TrackerSet:
     def _each(self, doing: str, call: Callable[[Tracker], None]) -> None:
         for name, tracker in list(self._trackers.items()):
             try:
-                call(tracker)
+                with contained(f'tracker "{name}"'):  # sys.exit in one must not end the run
+                    call(tracker)
             except Exception as error:
                 self._drop(name, doing, error)
 
     def _drop(self, name: str, doing: str, error: Exception) -> None:
         tracker = self._trackers.pop(name)
-        with suppress(Exception):
+        with suppress(Exception), contained(f'tracker "{name}"'):
             tracker.close()  # it may hold the terminal or an open file
         what = f'tracker "{name}" failed in {doing}() with {type(error).__name__}: {error}; it is switched off'
         if isinstance(error, BrokenPipeError):

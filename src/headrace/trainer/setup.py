@@ -257,9 +257,9 @@ async def open_run(
         trackers.message(f"loading {config.model.name} for the run in {folder}")
         values = held.enter_context(closing(StoredValues(folder / "store.sqlite")))
         parts = await in_own_thread(assemble, config, given, values, report=trackers.progress)
-        held.push_async_callback(parts.backend.close)
+        held.push_async_callback(lambda: parts.backend.close())
         held.push_async_callback(close_gateway)
-        held.push_async_callback(parts.engine.close)
+        held.push_async_callback(lambda: parts.engine.close())
         held.push_async_callback(end_user_tasks)
         journal = held.enter_context(closing(open_journal(folder, config)))
         held.callback(trackers.close)  # before the ledger is closed: the last metrics come first
