@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import math
@@ -87,6 +88,18 @@ def test_a_failing_tracker_warns_once_and_the_others_go_on(tmp_path: Path, fails
     assert len(caught) == 1
     assert good.calls == ["start", "log", "message", "log", "close"]
     assert bad.calls[-2:] == [fails_in, "close"]
+
+
+@pytest.mark.parametrize("raised", [SystemExit(3), GeneratorExit(), asyncio.CancelledError()], ids=repr)
+def test_a_tracker_that_would_end_the_run_is_switched_off_too(tmp_path: Path, raised: BaseException) -> None:
+    class Ends(Recorder):
+        def log(self, step: int, metrics: Mapping[str, float]) -> None:
+            raise raised
+
+    good = Recorder()
+    with pytest.warns(RuntimeWarning, match=r'"bad" failed in log') as caught:
+        run_through(TrackerSet({"bad": Ends(), "good": good}), tmp_path)
+    assert len(caught) == 1 and good.calls[-1] == "close"
 
 
 def test_a_tracker_that_cannot_even_close_only_warns(tmp_path: Path) -> None:
