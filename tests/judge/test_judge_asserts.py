@@ -360,3 +360,36 @@ def test_what_a_program_raises_is_known_by_its_classes() -> None:
     with talking_to(PROGRAM) as session, pytest.raises(RaisedError) as raised:
         session.ask("call", {"e": "fail"}, [], {})
     assert raised.value.names == ["ValueError", "Exception", "BaseException", "object"]
+
+
+ECHO = """
+class Echo:
+    def __getattr__(self, name): return lambda *given: given[-1] if given else None
+    def union(self, other): return other
+    def count(self, one): return 1
+    def find(self, text): return 0
+def f(x): return Echo()
+class UnionFind:
+    def __init__(self, n): self.parent = list(range(n))
+    def find(self, x): return x if self.parent[x] == x else self.find(self.parent[x])
+    def union(self, a, b): self.parent[self.find(a)] = self.find(b)
+def words(text): return text.split()
+"""
+
+
+@pytest.mark.parametrize(
+    ("test", "passes"),
+    [
+        ("assert f(1).union({2, 5}) == {2, 5}", False),
+        ("assert f(1).intersection({2}) == {2}", False),
+        ("assert f(1).count(2) == 1", False),
+        ("assert f(1).find('ab') == 0", False),
+        ("assert f(1).get('k', 7) == 7", False),
+        ("sets = UnionFind(3)\nsets.union(0, 1)\nassert sets.find(0) == sets.find(1)\nassert sets.find(2) == 2", True),
+        ("assert words('a b a').count('a') == 2", True),
+        ("assert words('a b').index('b') == 1", True),
+    ],
+)
+def test_methods_of_what_a_call_returned_are_taken_of_plain_values(test: str, passes: bool) -> None:
+    with talking_to(ECHO) as session:
+        assert _holds(read_asserts(test), session) is passes

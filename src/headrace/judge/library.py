@@ -314,6 +314,8 @@ METHODS: dict[type, frozenset[str]] = {
     random.Random: _words(_RANDOM),
 }
 METHODS[frozenset] = METHODS[set]
+VALUE_METHODS = frozenset().union(*(METHODS[kind] for kind in (str, bytes, list, tuple, dict, set)))
+"""Methods of plain values that a test may chain to a call."""
 _SPECIAL: dict[tuple[type, str], Callable[..., Any]] = {(str, "join"): _join, (str, "replace"): _replace}
 
 
