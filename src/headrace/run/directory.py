@@ -69,7 +69,7 @@ def claim_run_dir(
 
     `run.resume` says which folder. "auto" goes on with an unfinished run in DIR/NAME, and leaves a finished one alone:
     the run gets NAME-2, NAME-3 …. "never" leaves both alone. A path starts from there in a folder that holds no other
-    run; but the path of this very folder goes on with the run in it, even if it is finished. `numerics` is what the
+    run; but the path of this very folder resumes the run in it, even if it is finished. `numerics` is what the
     bits of a deterministic run depend on beside the configuration; it is recorded, and must stay the same; so are the
     names of `objects` that Python code gave, by what they are (the workflow, the tasks …).
     """

@@ -84,7 +84,7 @@ def check_threads(config: RunConfig) -> None:
 
 
 def _require_threads(count: int) -> None:
-    """OpenMP gives the threads that are asked for, unless it is told otherwise."""
+    """OpenMP gives the threads that are asked for, unless its settings say otherwise."""
     limit = os.environ.get("OMP_THREAD_LIMIT", "")
     if os.environ.get("OMP_DYNAMIC", "").strip().lower() in ("true", "1"):
         found = f"OMP_DYNAMIC={os.environ['OMP_DYNAMIC']}"

@@ -57,7 +57,7 @@ class ExternalAgent:
             raise ConfigError(f'folder "{folder}" of the external agent is not there; create it, or leave it out')
         self._command = (first, *command[1:])
         self._environment = dict(environment or {})
-        self._environ()  # a variable that is not there is told now
+        self._environ()  # a missing variable is reported now
         self._folder = folder
 
     async def run(self, task: Task, model: Model) -> float | None:
