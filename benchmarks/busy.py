@@ -26,10 +26,10 @@ from typing import Any
 ENVIRONMENT = dict(os.environ)  # as it was: importing headrace may add to it, and the other checkout must not see that
 
 from _arguments import parsed  # noqa: E402
-from learner import print_table, spread  # noqa: E402
+from _tables import print_table, spread  # noqa: E402
 
 from headrace import Callback, UnifiedTrainer  # noqa: E402
-from headrace.config.loading import build_config  # noqa: E402
+from headrace.config import RunConfig  # noqa: E402
 
 OURS, THEIRS = "this code", "the other"
 WARM_UP = 3
@@ -82,7 +82,7 @@ def measure(steps: int, busy: int) -> dict[str, list[float]]:
     """Seconds of steps, quiet and beside the load, by whatever checkout is on the path."""
     noted = Steps(steps, busy)
     with tempfile.TemporaryDirectory() as place:
-        config = build_config(
+        config = RunConfig.model_validate(
             {
                 "run": {"dir": place},
                 "data": {"tasks": "countdown", "args": {"count": 2000}},

@@ -44,6 +44,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from _arguments import parsed
+from _tables import print_table, spread
 from roof import layer_shapes, matmul_gflops
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig
@@ -175,17 +176,6 @@ async def take_turns(calls: Mapping[str, Callable[[], Awaitable[float]]], rounds
             if number:
                 found[name].append(value)
     return found
-
-
-def spread(values: Sequence[float], digits: int = 2) -> str:
-    return f"{median(values):.{digits}f} ({min(values):.{digits}f}–{max(values):.{digits}f})"
-
-
-def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    print("\n| " + " | ".join(heads) + " |")
-    print("| " + " | ".join("---" for _ in heads) + " |")
-    for row in rows:
-        print("| " + " | ".join(row) + " |", flush=True)
 
 
 # ---- parts ----------------------------------------------------------------------------------------------------------

@@ -29,7 +29,8 @@ from typing import Any
 import numpy as np
 import torch
 from _arguments import parsed
-from learner import IMITATE, new_batch, print_table, spread
+from _tables import print_table, spread
+from learner import IMITATE, new_batch
 
 from headrace.algorithms.batching import grad_scale
 from headrace.backends.local.backend import LocalBackend
