@@ -33,7 +33,7 @@ class LossContext:
     all (a row may have no token). `reference_logprobs_M` is there only if the run loads a reference.
 
     A loss of your own is a function of this object. It returns one value per token, which the backend weighs and sums
-    as algorithm.aggregation says, and figures to report, by name: each is a tensor over tokens (or rows, or pairs) and
+    as algorithm.aggregation says, and metrics to report, by name: each is a tensor over tokens (or rows, or pairs) and
     is reported as its mean. Name it in the run file as `loss = "my_losses:bounded_reinforce"`:
 
         import torch
@@ -46,7 +46,7 @@ class LossContext:
             loss_M = -context.advantages_M * context.logprobs_M
             return loss_M.masked_fill(unlikely_M, 0.0), {"policy/unlikely_fraction": unlikely_M.float()}
 
-    `sum_by_row` and `mean_by_row` of this module give figures of whole rows. There may be no token at all (M = 0).
+    `sum_by_row` and `mean_by_row` of this module give values of complete rows. There may be no token at all (M = 0).
     """
 
     logprobs_M: Tensor
@@ -60,29 +60,29 @@ class LossContext:
     dpo_beta: float = 0.1
 
 
-Figures = dict[str, Tensor]
+LossMetrics = dict[str, Tensor]
 """By name, values to report as their mean, weighed by how many there are."""
 
-Loss = Callable[[LossContext], tuple[Tensor, Figures]]
-"""A loss returns one value per token, and figures."""
+Loss = Callable[[LossContext], tuple[Tensor, LossMetrics]]
+"""A loss returns one value per token, and metrics."""
 
 
 # ---- by advantage ---------------------------------------------------------------------------------------------------
 
 
-def ppo_clip(context: LossContext) -> tuple[Tensor, Figures]:
+def ppo_clip(context: LossContext) -> tuple[Tensor, LossMetrics]:
     """-min(r A, clip(r, 1 - low, 1 + high) A) with r = π/π_old; where A < 0 at most -c A, if dual_clip c is set."""
     return _clipped(_ratio(context.logprobs_M - context.old_logprobs_M), context)
 
 
-def gspo(context: LossContext) -> tuple[Tensor, Figures]:
+def gspo(context: LossContext) -> tuple[Tensor, LossMetrics]:
     """ppo_clip with one ratio for the whole row, exp(mean of log(π/π_old)): a row is kept or clipped as one."""
     log_ratio_M = context.logprobs_M - context.old_logprobs_M
     ratio_R = _ratio(mean_by_row(log_ratio_M, context.row_M, context.rows))
     return _clipped(ratio_R[context.row_M], context)
 
 
-def _clipped(ratio_M: Tensor, context: LossContext) -> tuple[Tensor, Figures]:
+def _clipped(ratio_M: Tensor, context: LossContext) -> tuple[Tensor, LossMetrics]:
     algorithm, advantages_M = context.algorithm, context.advantages_M
     free_M = ratio_M * advantages_M
     gain_M = torch.minimum(free_M, ratio_M.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high) * advantages_M)
@@ -92,33 +92,33 @@ def _clipped(ratio_M: Tensor, context: LossContext) -> tuple[Tensor, Figures]:
     return -gain_M, {"policy/clip_fraction": (gain_M != free_M).float(), "policy/ratio_mean": ratio_M.detach()}
 
 
-def cispo(context: LossContext) -> tuple[Tensor, Figures]:
+def cispo(context: LossContext) -> tuple[Tensor, LossMetrics]:
     """-sg(clip(r, 1 - low, 1 + high)) A log π with r = π/π_old: a clipped token still has a gradient, only bounded."""
     algorithm = context.algorithm
     ratio_M = _ratio(context.logprobs_M.detach() - context.old_logprobs_M)
     weight_M = ratio_M.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
-    figures = {"policy/clip_fraction": (weight_M != ratio_M).float(), "policy/ratio_mean": ratio_M}
-    return -weight_M * context.advantages_M * context.logprobs_M, figures
+    metrics = {"policy/clip_fraction": (weight_M != ratio_M).float(), "policy/ratio_mean": ratio_M}
+    return -weight_M * context.advantages_M * context.logprobs_M, metrics
 
 
-def importance_sampling(context: LossContext) -> tuple[Tensor, Figures]:
+def importance_sampling(context: LossContext) -> tuple[Tensor, LossMetrics]:
     """-(π/μ) A: unbiased however old the tokens are, and unbounded."""
     ratio_M = _ratio(context.logprobs_M - context.sampler_logprobs_M)
     return -ratio_M * context.advantages_M, {"policy/ratio_mean": ratio_M.detach()}
 
 
-def reinforce(context: LossContext) -> tuple[Tensor, Figures]:
+def reinforce(context: LossContext) -> tuple[Tensor, LossMetrics]:
     """-A log π: right only for tokens of the policy now."""
     return -context.advantages_M * context.logprobs_M, {}
 
 
-def dppo_tv(context: LossContext) -> tuple[Tensor, Figures]:
+def dppo_tv(context: LossContext) -> tuple[Tensor, LossMetrics]:
     """importance_sampling without the tokens where A > 0 and π - μ > δ, or A < 0 and π - μ < -δ."""
     moved_M = context.logprobs_M.detach().exp() - context.sampler_logprobs_M.exp()
     return _without(_moves_on(moved_M, context) & (moved_M.abs() > context.algorithm.dppo_delta), context)
 
 
-def dppo_kl(context: LossContext) -> tuple[Tensor, Figures]:
+def dppo_kl(context: LossContext) -> tuple[Tensor, LossMetrics]:
     """importance_sampling without the tokens whose binary KL of μ and π is above δ and that are to move on."""
     logprobs_M, sampler_M = context.logprobs_M.detach(), context.sampler_logprobs_M
     divergence_M = _binary_kl(sampler_M, logprobs_M)
@@ -130,9 +130,9 @@ def _moves_on(moved_M: Tensor, context: LossContext) -> Tensor:
     return torch.where(context.advantages_M > 0, moved_M > 0, (context.advantages_M < 0) & (moved_M < 0))
 
 
-def _without(dropped_M: Tensor, context: LossContext) -> tuple[Tensor, Figures]:
-    loss_M, figures = importance_sampling(context)
-    return loss_M.masked_fill(dropped_M, 0.0), {**figures, "policy/dropped_fraction": dropped_M.float()}
+def _without(dropped_M: Tensor, context: LossContext) -> tuple[Tensor, LossMetrics]:
+    loss_M, metrics = importance_sampling(context)
+    return loss_M.masked_fill(dropped_M, 0.0), {**metrics, "policy/dropped_fraction": dropped_M.float()}
 
 
 def _binary_kl(p_logprobs_M: Tensor, q_logprobs_M: Tensor) -> Tensor:
@@ -147,16 +147,16 @@ def _binary_kl(p_logprobs_M: Tensor, q_logprobs_M: Tensor) -> Tensor:
 # ---- by example -----------------------------------------------------------------------------------------------------
 
 
-def cross_entropy(context: LossContext) -> tuple[Tensor, Figures]:
+def cross_entropy(context: LossContext) -> tuple[Tensor, LossMetrics]:
     """-log π: imitate."""
     return -context.logprobs_M, {}
 
 
-def dpo(context: LossContext) -> tuple[Tensor, Figures]:
+def dpo(context: LossContext) -> tuple[Tensor, LossMetrics]:
     """-log σ(β [(log π_c - log ref_c) - (log π_r - log ref_r)]), log-probabilities summed over a row's tokens.
 
     Rows 2i and 2i + 1 are the chosen and the rejected of pair i. A pair's loss is spread evenly over the tokens of
-    both, so that the sum over tokens is the sum over pairs. Figures are per pair; rewards and margin include β.
+    both, so that the sum over tokens is the sum over pairs. Metrics are per pair; rewards and margin include β.
     """
     if context.reference_logprobs_M is None:
         raise ConfigError('loss "dpo" needs a reference, and the run has none; set algorithm.objective = "dpo"')
@@ -169,15 +169,15 @@ def dpo(context: LossContext) -> tuple[Tensor, Figures]:
     pair_M = row_M // 2
     loss_P = -functional.logsigmoid(margin_P)
     loss_M = loss_P[pair_M] / tokens_P[pair_M]
-    figures = {
+    metrics = {
         "dpo/loss": loss_P.detach(),
         "dpo/accuracy": (margin_P > 0).float(),
         "dpo/margin": margin_P.detach(),
         "dpo/chosen_reward": chosen_P.detach(),
         "dpo/rejected_reward": rejected_P.detach(),
     }
-    # a pair without a trained token has no loss, so no figures either
-    return loss_M, {key: values_P[tokens_P > 0] for key, values_P in figures.items()}
+    # a pair without a trained token has no loss, so no metrics either
+    return loss_M, {key: values_P[tokens_P > 0] for key, values_P in metrics.items()}
 
 
 # ---- what a backend puts onto a loss --------------------------------------------------------------------------------
@@ -205,16 +205,16 @@ REJECTING = ("sequence_mask", "veto")
 
 def correction_weights(
     correction: CorrectionSection, old_logprobs_M: Tensor, sampler_logprobs_M: Tensor, row_M: Tensor, rows: int
-) -> tuple[Tensor, Figures]:
+) -> tuple[Tensor, LossMetrics]:
     """Weights, without gradient, that make token losses of μ's tokens those of π_old's: see CorrectionSection.name."""
     log_ratio_M = (old_logprobs_M - sampler_logprobs_M).detach()
     if correction.name == "none":
         return torch.ones_like(log_ratio_M), {}
     weights_M = _CORRECTIONS[correction.name](correction, log_ratio_M, row_M, rows)
-    figures = {"policy/correction_mean": weights_M}
+    metrics = {"policy/correction_mean": weights_M}
     if correction.name != "tis":  # the one that masks nothing
-        figures["policy/masked_fraction"] = (weights_M == 0).float()
-    return weights_M, figures
+        metrics["policy/masked_fraction"] = (weights_M == 0).float()
+    return weights_M, metrics
 
 
 def _tis(correction: CorrectionSection, log_ratio_M: Tensor, row_M: Tensor, rows: int) -> Tensor:

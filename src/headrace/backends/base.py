@@ -39,7 +39,7 @@ class Publication:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What `forward_backward` found: figures, and per sample the policy's log-probability of every trained target.
+    """What `forward_backward` found: metrics, and per sample the policy's log-probability of every trained target.
 
     `rejected` are the samples, by their index, that a correction took out of the loss: they do not count in the
     normaliser either.

@@ -131,7 +131,7 @@ class CurriculumSampler(TaskSampler):
         if state is not None:
             self.curriculum.restore(state)
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """How much was passed over since this was last asked, and the rates."""
         places, rates = self.drawn + self.passed_over, self.curriculum.rates
         found = {"curriculum/passed_over": self.passed_over / places} if places else {}

@@ -94,7 +94,7 @@ class TaskSampler:
     def end_version(self, version: int) -> None:
         """All groups of a version are trained: later draws may depend on how they went."""
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Metrics of what was drawn since they were last asked for."""
         return {}
 

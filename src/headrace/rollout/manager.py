@@ -134,8 +134,8 @@ class AgentLoopManager:
             record.finished(episode)
             return episode
 
-    def figures(self) -> dict[str, float]:
-        """How judging goes: verdicts that could not be had, and what one takes."""
+    def metrics(self) -> dict[str, float]:
+        """How judging goes: calls that failed, and the seconds of one."""
         judger = self._judger
         if not isinstance(judger, GuardedJudger):
             return {}

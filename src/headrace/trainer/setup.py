@@ -213,7 +213,7 @@ class Run:
         if self.abandoned.count:
             metrics.record("user_code/abandoned", self.abandoned.count, Reducer.LAST)
         metrics.merge(self.lifecycle.metrics())
-        metrics.record_all(self.sampler.figures() | self.manager.figures(), Reducer.LAST)
+        metrics.record_all(self.sampler.metrics() | self.manager.metrics(), Reducer.LAST)
         metrics.merge(self.clock.end(self.engine.health(), overlapping=self.config.trainer.max_staleness > 0))
         values = metrics.reduce()
         values["tokens/generated_per_s"] = values["tokens/generated"] / max(self.clock.generating_s, 1e-9)

@@ -179,14 +179,14 @@ class LocalBackend:
             hidden_MD = self.model.hidden(tokens.rows).index_select(0, tokens.where_M)
             logprobs_M, entropy_M = self._head(hidden_MD, tokens, bool(algorithm.entropy_coef))
             context = loss_context(tokens, logprobs_M, algorithm, self._config.dpo.beta)
-            loss_M, figures, rejected_R = token_losses(context, samples, entropy_M, tokens.sampled_M)
+            loss_M, loss_metrics, rejected_R = token_losses(context, samples, entropy_M, tokens.sampled_M)
             if bool(tokens.valued_M.any()):  # other roles of the micro-batch may have no returns
                 error_M = 0.5 * (self._values(hidden_MD) - tokens.returns_M) ** 2 * tokens.valued_M
                 loss_M = without_rejected(loss_M + algorithm.value_coef * error_M, rejected_R, tokens.row_M)
-                figures["value/loss"] = error_M.detach()[tokens.valued_M]
+                loss_metrics["value/loss"] = error_M.detach()[tokens.valued_M]
             require_finite(loss_M, tokens.row_M, batch, indices)
             (loss_M * tokens.weights_M).sum().backward()
-            record_losses(metrics, loss_M[~rejected_R[tokens.row_M]], entropy_M, figures)
+            record_losses(metrics, loss_M[~rejected_R[tokens.row_M]], entropy_M, loss_metrics)
             rejected |= {indices[row] for row in rejected_R.nonzero().flatten().tolist()}
             for index, part in zip(indices, logprobs_M.detach().split(tokens.counts), strict=True):
                 found[index] = tuple(part.tolist())

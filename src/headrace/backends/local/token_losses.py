@@ -9,7 +9,7 @@ from itertools import compress
 import torch
 from torch import Tensor
 
-from headrace.algorithms.losses import REJECTING, Figures, Loss, LossContext, correction_weights, kl_penalty
+from headrace.algorithms.losses import REJECTING, Loss, LossContext, LossMetrics, correction_weights, kl_penalty
 from headrace.backends.base import offending_samples
 from headrace.backends.local.tokens import TokenTensors
 from headrace.config import AlgorithmSection, RunConfig
@@ -44,13 +44,13 @@ def loss_context(
 
 def token_losses(
     context: LossContext, samples: Sequence[Sample], entropy_M: Tensor, sampled_M: Tensor
-) -> tuple[Tensor, Figures, Tensor]:
-    """The loss of every trained token of a micro-batch, figures to report, and which of its rows are rejected.
+) -> tuple[Tensor, LossMetrics, Tensor]:
+    """The loss of every trained token of a micro-batch, metrics to report, and which of its rows are rejected.
 
     The loss of a rejected row is 0, divergence and entropy bonus included; the step is normalised without it.
     """
     algorithm = context.algorithm
-    loss_M, figures = _by_role(context, samples)
+    loss_M, loss_metrics = _by_role(context, samples)
     rejected_R = torch.zeros(context.rows, dtype=torch.bool)
     if algorithm.correction.name != "none":
         sampler_M = context.sampler_logprobs_M
@@ -58,7 +58,7 @@ def token_losses(
         old_M = context.old_logprobs_M.where(sampled_M, sampler_M)
         weights_M, more = correction_weights(algorithm.correction, old_M, sampler_M, context.row_M, context.rows)
         loss_M = loss_M * weights_M.where(sampled_M, 1.0)
-        figures |= more
+        loss_metrics |= more
         if algorithm.correction.name in REJECTING:
             rejected_R[context.row_M[weights_M == 0]] = True
     if algorithm.kl.coef and algorithm.kl.where == "loss":
@@ -66,10 +66,10 @@ def token_losses(
             raise BackendError("algorithm.kl is on, but the samples carry no reference log-probabilities")
         divergence_M = kl_penalty(algorithm.kl.kind, context.logprobs_M, context.reference_logprobs_M)
         loss_M = loss_M + algorithm.kl.coef * divergence_M
-        figures["policy/kl_to_reference"] = divergence_M.detach()
+        loss_metrics["policy/kl_to_reference"] = divergence_M.detach()
     if algorithm.entropy_coef:
         loss_M = loss_M - algorithm.entropy_coef * entropy_M
-    return without_rejected(loss_M, rejected_R, context.row_M), figures, rejected_R
+    return without_rejected(loss_M, rejected_R, context.row_M), loss_metrics, rejected_R
 
 
 def without_rejected(loss_M: Tensor, rejected_R: Tensor, row_M: Tensor) -> Tensor:
@@ -77,14 +77,14 @@ def without_rejected(loss_M: Tensor, rejected_R: Tensor, row_M: Tensor) -> Tenso
     return loss_M.masked_fill(rejected_R[row_M], 0.0) if bool(rejected_R.any()) else loss_M
 
 
-def record_losses(metrics: MetricsAggregator, loss_M: Tensor, entropy_M: Tensor, figures: Figures) -> None:
-    """How many tokens were trained (those of `loss_M`: rejected rows are left out), and each figure as its mean.
+def record_losses(metrics: MetricsAggregator, loss_M: Tensor, entropy_M: Tensor, loss_metrics: LossMetrics) -> None:
+    """How many tokens were trained (those of `loss_M`: rejected rows are left out), and each metric as its mean.
 
     Means are weighed by how many values there are.
     """
     metrics.record("tokens/trained", loss_M.numel(), Reducer.SUM)
-    whole = {} if "dpo/loss" in figures else {"policy/loss": loss_M}  # dpo reports its loss per pair
-    for key, values in {**figures, **whole, "policy/entropy": entropy_M}.items():
+    whole = {} if "dpo/loss" in loss_metrics else {"policy/loss": loss_M}  # dpo reports its loss per pair
+    for key, values in {**loss_metrics, **whole, "policy/entropy": entropy_M}.items():
         if values.numel():
             metrics.record(key, float(values.detach().mean()), Reducer.WEIGHTED_MEAN, weight=values.numel())
 
@@ -124,24 +124,24 @@ def require_trainable(algorithm: AlgorithmSection, batch: TrainBatch) -> None:
             )
 
 
-def _by_role(context: LossContext, samples: Sequence[Sample]) -> tuple[Tensor, Figures]:
+def _by_role(context: LossContext, samples: Sequence[Sample]) -> tuple[Tensor, LossMetrics]:
     """Each row by the loss of its role."""
     names = [context.algorithm.for_role(sample.role).loss for sample in samples]
     if len(set(names)) == 1:
         return _apply(names[0], replace(context, algorithm=context.algorithm.for_role(samples[0].role)))
     loss_M = torch.zeros_like(context.logprobs_M)
-    figures: Figures = {}
+    loss_metrics: LossMetrics = {}
     for name in sorted(set(names)):
         rows = [i for i, other in enumerate(names) if other == name]
         where = torch.isin(context.row_M, torch.tensor(rows)).nonzero().squeeze(1)
         part, more = _apply(name, _select(context, where, rows, samples[rows[0]].role))
         loss_M = loss_M.index_put((where,), part)
-        for key, values in more.items():  # roles with different losses may report the same figure
-            figures[key] = torch.cat([figures[key], values]) if key in figures else values
-    return loss_M, figures
+        for key, values in more.items():  # roles with different losses may report the same metric
+            loss_metrics[key] = torch.cat([loss_metrics[key], values]) if key in loss_metrics else values
+    return loss_M, loss_metrics
 
 
-def _apply(name: str, context: LossContext) -> tuple[Tensor, Figures]:
+def _apply(name: str, context: LossContext) -> tuple[Tensor, LossMetrics]:
     """Call a loss, which may be a user's own, and check the form of what it returns."""
     loss: Loss = resolve("loss", name)
     result = loss(context)
@@ -152,7 +152,7 @@ def _apply(name: str, context: LossContext) -> tuple[Tensor, Figures]:
     else:
         got = f"shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
     raise DataError(
-        f'loss "{name}" must return (one value per token, figures by name): a tensor of shape '
+        f'loss "{name}" must return (one value per token, metrics by name): a tensor of shape '
         f"{tuple(context.logprobs_M.shape)} and a dict, got {got}"
     )
 

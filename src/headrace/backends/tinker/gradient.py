@@ -65,16 +65,16 @@ def learn(
     metrics: MetricsAggregator,
     sent: float = 0.0,
 ) -> Learned:
-    """Losses of a micro-batch, with figures into `metrics`; the same functions as the local backend's."""
+    """Losses of a micro-batch, with their metrics into `metrics`; the same functions as the local backend's."""
     samples = [batch.samples[i] for i in indices]
     tokens = TokenTensors(samples, [batch.weights[i] for i in indices], torch.float64)
     leaves = [one.clone().requires_grad_() for one in returned]
     logprobs_M, entropy_M = _of_trained(samples, leaves, tokens.where_M)
     context = loss_context(tokens, logprobs_M, algorithm, dpo_beta)
-    loss_M, figures, rejected_R = token_losses(context, samples, entropy_M, tokens.sampled_M)
+    loss_M, loss_metrics, rejected_R = token_losses(context, samples, entropy_M, tokens.sampled_M)
     require_finite(loss_M, tokens.row_M, batch, indices)
     (loss_M * tokens.weights_M).sum().backward()
-    record_losses(metrics, loss_M[~rejected_R[tokens.row_M]], entropy_M, figures)
+    record_losses(metrics, loss_M[~rejected_R[tokens.row_M]], entropy_M, loss_metrics)
     gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
     parts = logprobs_M.detach().split(tokens.counts)
     rows = [RowGradient(s, g.numpy(), sent) for s, g in zip(samples, gradients, strict=True)]
