@@ -50,11 +50,11 @@ class Loops:
                 for group_id in sorted(self.running, reverse=newest_first)[: pick % 5]:
                     born = self.running.pop(group_id)
                     self.whole[group_id] = born + pick % (self.version - born + 1)
-                    self.coordinator.became_whole(group_id, self.whole[group_id])
+                    self.coordinator.completed(group_id, self.whole[group_id])
             case "fail" if self.running:
                 group_id = sorted(self.running)[pick % len(self.running)]
                 del self.running[group_id]
-                self.coordinator.gone(group_id)
+                self.coordinator.discarded(group_id)
                 self.settle("failed", 1)
                 self.start()
             case "step" | "skip":
@@ -86,7 +86,7 @@ class Loops:
     def step(self, publish: bool, pick: int) -> None:
         for group_id in self.coordinator.stale():
             del self.whole[group_id]
-            self.coordinator.gone(group_id)
+            self.coordinator.discarded(group_id)
             self.settle("stale", 1)
             self.start()
         due = self.coordinator.due()
@@ -191,7 +191,7 @@ def test_groups_that_are_trained_in_the_order_of_their_start_are_never_older_tha
             chosen = sorted(born)[:batch_size]
             for group_id in chosen:
                 assert coordinator.version - born.pop(group_id) <= max_staleness
-                coordinator.became_whole(group_id)
+                coordinator.completed(group_id)
                 coordinator.taken(group_id)
             coordinator.settled(trained=batch_size)
             coordinator.published(coordinator.version + 1)
@@ -240,7 +240,7 @@ def test_a_batch_that_came_to_nothing_is_replaced_and_its_groups_give_their_plac
     coordinator.open_batch()
     started(coordinator, 0, 1)
     for group_id in (0, 1):
-        coordinator.became_whole(group_id)
+        coordinator.completed(group_id)
         coordinator.taken(group_id)
     assert not coordinator.may_open_batch() and not coordinator.may_start()
     coordinator.skipped()
@@ -252,7 +252,7 @@ def test_a_group_in_training_keeps_its_place_until_its_weights_are_out() -> None
     coordinator = SyncCoordinator(Trust(0), 1)
     coordinator.open_batch()
     started(coordinator, 0)
-    coordinator.became_whole(0)
+    coordinator.completed(0)
     coordinator.taken(0)
     assert not coordinator.may_start(), "it would start under a version that is one too old by then"
     coordinator.published(1)
@@ -265,7 +265,7 @@ def test_over_sampling_bounds_what_runs_ahead() -> None:
     coordinator.open_batch()
     started(coordinator, 0, 1, 2)
     assert not coordinator.may_start()
-    coordinator.became_whole(1)
+    coordinator.completed(1)
     assert not coordinator.may_start()
     coordinator.taken(1)
     assert coordinator.may_start()
@@ -274,9 +274,9 @@ def test_over_sampling_bounds_what_runs_ahead() -> None:
 def test_capacity_counts_what_runs_and_what_waits() -> None:
     coordinator = SyncCoordinator(Count(4), 2, capacity=3)
     started(coordinator, 0, 1, 2)
-    coordinator.became_whole(0)
+    coordinator.completed(0)
     assert not coordinator.may_start()
-    coordinator.gone(1)
+    coordinator.discarded(1)
     assert coordinator.may_start()
 
 
@@ -289,7 +289,7 @@ def test_trust_lets_others_start_in_place_of_groups_that_are_overdue() -> None:
         started(coordinator, 0, 1, 2, 3)  # 0 and 1 are slow
         for version, fast in enumerate([(2, 3), (4, 5)]):
             for group_id in fast:
-                coordinator.became_whole(group_id)
+                coordinator.completed(group_id)
             train(coordinator, *fast)
             coordinator.open_batch()
             started(coordinator, *(group_id + 2 for group_id in fast))
@@ -313,12 +313,12 @@ def test_wait_names_the_groups_that_the_next_step_would_find_too_old() -> None:
         coordinator.open_batch()
         started(coordinator, group_id)
     assert coordinator.due() == []
-    coordinator.became_whole(1)
+    coordinator.completed(1)
     train(coordinator, 1)
     assert coordinator.due() == [0]
     with pytest.raises(AssertionError, match="before every due group was trained"):
         coordinator.published(2)
-    coordinator.became_whole(0)
+    coordinator.completed(0)
     assert coordinator.due() == [0]
     train(coordinator, 0)
     assert coordinator.due() == []
@@ -330,8 +330,8 @@ def test_only_drop_throws_whole_groups_away_and_by_their_oldest_token() -> None:
         coordinator.started(0, EPISODES)
         coordinator.started(1, EPISODES)
         coordinator.published(6)
-        coordinator.became_whole(0, oldest=5)
-        coordinator.became_whole(1, oldest=6)
+        coordinator.completed(0, oldest=5)
+        coordinator.completed(1, oldest=6)
         if not isinstance(policy, Wait):  # which would not let it come to this
             coordinator.published(7)
         assert coordinator.stale() == ([0] if isinstance(policy, Drop) else [])
@@ -341,10 +341,10 @@ def test_whole_groups_in_order_end_before_the_first_that_still_runs() -> None:
     coordinator = SyncCoordinator(Count(3), 4)
     started(coordinator, 0, 1, 2, 3)
     for group_id in (3, 1, 0):
-        coordinator.became_whole(group_id)
-    assert coordinator.whole_in_order() == [0, 1]
-    coordinator.became_whole(2)
-    assert coordinator.whole_in_order() == [0, 1, 2, 3]
+        coordinator.completed(group_id)
+    assert coordinator.complete_in_order() == [0, 1]
+    coordinator.completed(2)
+    assert coordinator.complete_in_order() == [0, 1, 2, 3]
 
 
 def test_a_pause_lets_running_groups_finish_and_none_start() -> None:
@@ -352,7 +352,7 @@ def test_a_pause_lets_running_groups_finish_and_none_start() -> None:
     started(coordinator, 0)
     coordinator.pause()
     assert coordinator.paused and not coordinator.may_start() and coordinator.in_flight == 1
-    coordinator.became_whole(0)
+    coordinator.completed(0)
     assert coordinator.in_flight == 0 and coordinator.waiting == 1
     coordinator.resume()
     assert coordinator.may_start() and not coordinator.paused

@@ -265,7 +265,7 @@ def test_the_simulator_predicts_what_the_trainer_does(
 def test_what_can_never_go_on_is_an_error_and_not_a_hang() -> None:
     class Nothing:
         failed_share = filtered_share = 0.0
-        hold_waiting = False
+        include_queueing = False
 
         def group(self, rng: random.Random) -> Duration:
             return Duration(1.0, False, 0.5)

@@ -11,10 +11,10 @@ from headrace.ledger.account import Account as Account
 
 
 class GroupState(StrEnum):
-    """Where a group is. It only ever goes forward: dispatched, whole, and one of the four endings."""
+    """Where a group is. It only moves forward: dispatched, complete, and one of four final states."""
 
     DISPATCHED = "dispatched"
-    WHOLE = "whole"  # all episodes are there, and some wait to be trained
+    COMPLETE = "whole"  # the name on disk. All episodes are there, and some wait to be trained
     TRAINED = "trained"
     FILTERED = "filtered"
     FAILED = "failed"
@@ -22,8 +22,8 @@ class GroupState(StrEnum):
 
     @property
     def rank(self) -> int:
-        """0, 1, and 2 for an ending."""
-        return {GroupState.DISPATCHED: 0, GroupState.WHOLE: 1}.get(self, 2)
+        """0, 1, and 2 for a final state."""
+        return {GroupState.DISPATCHED: 0, GroupState.COMPLETE: 1}.get(self, 2)
 
 
 class EpisodeState(StrEnum):

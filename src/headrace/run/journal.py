@@ -192,11 +192,11 @@ class RunJournal:
         if self._ledger:
             self._ledger.dispatched(group_id, draw.position, draw.task.id, draw.task.source, size, version)
 
-    def whole(self, finished: FinishedGroup, step: int) -> None:
+    def completed(self, finished: FinishedGroup, step: int) -> None:
         """All episodes of a group are there; it waits to be trained, or was dropped."""
         if not self._ledger:
             return
-        reason, state = finished.dropped_because, GroupState.WHOLE
+        reason, state = finished.dropped_because, GroupState.COMPLETE
         if reason is not None:
             state = GroupState.FAILED if finished.failed == len(finished.episodes) else GroupState.FILTERED
         self._ledger.decided(

@@ -72,7 +72,7 @@ class TrajectoryGroupBuffer:
         self._hook_name = config.workflow.grouping or getattr(grouping, "__name__", repr(grouping))
         self._hook_timeout_s = config.trainer.hook_timeout_s
         self._partial: dict[int, list[Episode]] = {}
-        self._whole = _Store(spill_dir, config.produce.spill_above_mb)
+        self._complete = _Store(spill_dir, config.produce.spill_above_mb)
         self._used: dict[int, tuple[FinishedGroup, int]] = {}
 
     def add_episode(self, episode: Episode, group_size: int) -> FinishedGroup | None:
@@ -88,7 +88,7 @@ class TrajectoryGroupBuffer:
         """Form the groups of one task's episodes; a dropped one is not kept, and says why."""
         finished = self.form(group_id, episodes)
         if finished.dropped_because is None:
-            self._whole.put(finished)
+            self._complete.put(finished)
         return finished
 
     def form(self, group_id: int, episodes: Iterable[Episode]) -> FinishedGroup:
@@ -124,10 +124,10 @@ class TrajectoryGroupBuffer:
 
     def __len__(self) -> int:
         """Whole groups that wait to be trained."""
-        return len(self._whole)
+        return len(self._complete)
 
     def __contains__(self, group_id: int) -> bool:
-        return group_id in self._whole
+        return group_id in self._complete
 
     @property
     def partial_groups(self) -> int:
@@ -137,17 +137,17 @@ class TrajectoryGroupBuffer:
     @property
     def spilled(self) -> int:
         """Whole groups that wait on disk."""
-        return self._whole.spilled
+        return self._complete.spilled
 
     def take(self, count: int, first: Iterable[int] = ()) -> list[FinishedGroup]:
         """Up to `count` whole groups: those named `first`, then by `produce.order`; sorted by their dispatch."""
-        chosen = [group_id for group_id in first if group_id in self._whole]
-        for group_id in self._whole.ordered(self._order):
+        chosen = [group_id for group_id in first if group_id in self._complete]
+        for group_id in self._complete.ordered(self._order):
             if len(chosen) >= count:
                 break
             if group_id not in chosen:
                 chosen.append(group_id)
-        return [self._whole.pop(group_id) for group_id in sorted(chosen)]
+        return [self._complete.pop(group_id) for group_id in sorted(chosen)]
 
     @property
     def reusable(self) -> Collection[int]:
@@ -167,7 +167,7 @@ class TrajectoryGroupBuffer:
         """Groups that may be trained again: id, and how often they were trained."""
         return [(group_id, uses) for group_id, (_, uses) in self._used.items()]
 
-    def retain_again(self, group: FinishedGroup, uses: int) -> None:
+    def restore_used(self, group: FinishedGroup, uses: int) -> None:
         """Keep a group that was trained so often before the run was interrupted."""
         self._used[group.group_id] = (group, uses)
 

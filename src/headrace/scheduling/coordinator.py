@@ -47,7 +47,7 @@ class SyncCoordinator:
         self._running: dict[int, int] = {}
         self._running_since: Counter[int] = Counter()
         self._running_overdue = 0  # kept up to date, so that admission is not a walk over all groups
-        self._whole: dict[int, int] = {}
+        self._complete: dict[int, int] = {}
         self._in_step = 0
         self._extra = 0  # groups that the step takes beyond a batch, to be full
         self._surplus = 0  # groups that steps trained beyond a batch, as due or extra: the last would lack them
@@ -89,7 +89,7 @@ class SyncCoordinator:
 
     def may_start(self) -> bool:
         """Whether a group of an opened batch may start."""
-        held = len(self._running) + len(self._whole)
+        held = len(self._running) + len(self._complete)
         if self._paused or held >= self._capacity:
             return False
         on_time = held - self._overdue()
@@ -117,7 +117,7 @@ class SyncCoordinator:
     @property
     def waiting(self) -> int:
         """Whole groups that wait to be trained."""
-        return len(self._whole)
+        return len(self._complete)
 
     def _overdue(self) -> int:
         """Running groups beyond the bound that do not count in admission; 0 where the policy does not excuse them."""
@@ -135,22 +135,22 @@ class SyncCoordinator:
         self._dispatched += episodes
         self._pending += episodes
 
-    def became_whole(self, group_id: int, oldest: int | None = None) -> None:
+    def completed(self, group_id: int, oldest: int | None = None) -> None:
         """All episodes of a group are there, and it is to be trained; `oldest` is the version of its oldest token."""
         started = self._stopped(group_id)
-        self._whole[group_id] = started if oldest is None else oldest
+        self._complete[group_id] = started if oldest is None else oldest
 
     def taken(self, group_id: int) -> None:
         """A whole group goes into the step that trains at this version."""
-        del self._whole[group_id]
+        del self._complete[group_id]
         self._in_step += 1
 
-    def gone(self, group_id: int) -> None:
+    def discarded(self, group_id: int) -> None:
         """A group comes to nothing."""
         if group_id in self._running:
             self._stopped(group_id)
         else:
-            del self._whole[group_id]
+            del self._complete[group_id]
 
     def _stopped(self, group_id: int) -> int:
         started = self._running.pop(group_id)
@@ -166,16 +166,16 @@ class SyncCoordinator:
         if not self.policy.waits_for_due:
             return []
         oldest = self.version - self.policy.max_staleness
-        return sorted(g for held in (self._running, self._whole) for g, born in held.items() if born <= oldest)
+        return sorted(g for held in (self._running, self._complete) for g, born in held.items() if born <= oldest)
 
-    def whole_in_order(self) -> list[int]:
+    def complete_in_order(self) -> list[int]:
         """Whole groups that were started before every group that still runs, in the order of their start."""
         first = min(self._running, default=None)
-        return sorted(group_id for group_id in self._whole if first is None or group_id < first)
+        return sorted(group_id for group_id in self._complete if first is None or group_id < first)
 
     def stale(self) -> list[int]:
         """Whole groups that the policy throws away."""
-        return sorted(g for g, oldest in self._whole.items() if self.policy.is_stale(self.version - oldest))
+        return sorted(g for g, oldest in self._complete.items() if self.policy.is_stale(self.version - oldest))
 
     def settled(self, *, trained: int = 0, filtered: int = 0, failed: int = 0, stale: int = 0) -> None:
         """Pending episodes found their end."""

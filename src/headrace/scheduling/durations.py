@@ -42,7 +42,7 @@ class Durations(Protocol):
 
     failed_share: float
     filtered_share: float
-    hold_waiting: bool
+    include_queueing: bool
     """Whether the wait for a place to run in (`rollout.max_concurrent`) is in the durations already."""
 
     def group(self, rng: random.Random) -> Duration:
@@ -63,7 +63,7 @@ def durations_of(config: RunConfig) -> Durations:
 class GivenDurations:
     """Lognormal durations around a median, a share of them longer by a factor; steps that all take the same time."""
 
-    hold_waiting = False
+    include_queueing = False
 
     def __init__(self, section: SimulateSection) -> None:
         self._section = section
@@ -93,7 +93,7 @@ class GroupDurations:
         self._groups: list[tuple[float, list[tuple[float, float]]]] = []
         self._published_s: dict[int, float] = {}
         self._lately_s: deque[float] = deque(maxlen=_LATELY)
-        self._places = {"token_place": _TokenPlaces(), "long_token_place": _TokenPlaces()}
+        self._places = {"token_place": _TokenPositions(), "long_token_place": _TokenPositions()}
 
     def add(self, seconds: float, group: FinishedGroup) -> None:
         """A group became whole just now, so many seconds after its start."""
@@ -131,7 +131,7 @@ class GroupDurations:
         return metrics
 
 
-class _TokenPlaces:
+class _TokenPositions:
     """Where in the duration of groups their tokens are sampled, told by the publications that fell into it.
 
     A publication at place x of a group's duration splits its tokens by their versions. The share after it is, over many
@@ -158,7 +158,7 @@ class _TokenPlaces:
 class RecordedDurations:
     """Durations of a run, dealt in the order in which its groups were started, and from the first again at the end."""
 
-    hold_waiting = True
+    include_queueing = True
 
     def __init__(self, rows: Sequence[Mapping[str, float]]) -> None:
         self._groups_s = _in_order_of_start(rows)

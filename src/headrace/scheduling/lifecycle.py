@@ -175,13 +175,13 @@ class GroupLifecycle:
         self._bias.finished(finished, duration_s)
         if not group.settled:
             self._coordinator.settled(failed=finished.failed, filtered=finished.filtered)
-            self._journal.whole(finished, self._coordinator.version)
+            self._journal.completed(finished, self._coordinator.version)
         if finished.dropped_because is None:
             self._move(finished.group_id, Stage.COMPLETE)
-            self._coordinator.became_whole(finished.group_id, finished.oldest_version)
+            self._coordinator.completed(finished.group_id, finished.oldest_version)
         else:
             self._observe(finished)
-            self._coordinator.gone(finished.group_id)
+            self._coordinator.discarded(finished.group_id)
             self._move(finished.group_id, Stage.DROPPED)
         self.changes.notify()
 
@@ -198,7 +198,7 @@ class GroupLifecycle:
         """Complete groups that the staleness policy will not train have their end; how many."""
         stale = self._coordinator.stale()
         for finished in self._buffer.take(len(stale), first=stale) if stale else ():
-            self._coordinator.gone(finished.group_id)
+            self._coordinator.discarded(finished.group_id)
             self._coordinator.settled(stale=finished.kept)
             self._journal.stale(finished, step)
             self._bias.dropped(finished)

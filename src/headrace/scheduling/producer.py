@@ -155,7 +155,7 @@ def resume_groups(
         draw = sampler.draw_at(record.position)
         _require_same_task(draw, record)
         since = record.version if found.episodes or found.running else None
-        settled = record.state == GroupState.WHOLE
+        settled = record.state == GroupState.COMPLETE
         group = LiveGroup(record.group_id, draw, found.episodes, counted=True, settled=settled, since=since)
         lifecycle.restored(group, recorded=True)
         resumed.append(group)

@@ -27,7 +27,7 @@ class Selection:
             enough = max(wanted, len(due))
             return (enough if not late and ready >= enough else 0), due
         if self._in_order:  # in the order of dispatch, so that gradients add up in the same order
-            in_order, enough = self._coordinator.whole_in_order(), max(wanted, 0)
+            in_order, enough = self._coordinator.complete_in_order(), max(wanted, 0)
             chosen = [*in_order[:enough], *(group_id for group_id in in_order[enough:] if group_id in due)]
             return len(chosen), chosen
         return max(min(ready, wanted - late), min(ready, len(due) - late)), due

@@ -86,7 +86,7 @@ def restore_loops(
         policy.restore(state.extra.get("policy"))
         for group_id, uses in state.extra.get("used", ()):
             if journal.knows(group_id):
-                buffer.retain_again(lifecycle.form_recorded(group_id), uses)
+                buffer.restore_used(lifecycle.form_recorded(group_id), uses)
     return resumed
 
 

@@ -86,7 +86,7 @@ class Simulation:
             largest_step=trainer.batch_size,
         )
         self.buffer = TrajectoryGroupBuffer(config)
-        self._places = max(1, config.rollout.max_concurrent // config.rollout.group_size)
+        self._slots = max(1, config.rollout.max_concurrent // config.rollout.group_size)
         self._tasks = VirtualTasks(config, durations)
         self._rollouts = VirtualRollouts(section.tokens)
         self._drift = VirtualPolicy(section.drift, config.run.seed)
@@ -109,7 +109,7 @@ class Simulation:
 
     def _new_tally(self) -> Tally:
         tokens = self._config.simulate.tokens * self._config.rollout.group_size
-        return Tally(self.now_s, self.coordinator.version, self._places, tokens)
+        return Tally(self.now_s, self.coordinator.version, self._slots, tokens)
 
     def run(self) -> Outcome:
         """To the end of the last step."""
@@ -129,12 +129,12 @@ class Simulation:
                 f"raise produce.capacity or produce.over_sample"
             )
         event = heapq.heappop(self._events)
-        self.tally.time_passed(event.at_s - self.now_s, self._learning, min(self._running, self._places))
+        self.tally.time_passed(event.at_s - self.now_s, self._learning, min(self._running, self._slots))
         self.now_s = event.at_s
         if event.group_id is None:
             self._learned()
         else:
-            self._became_whole(self._groups[event.group_id])
+            self._group_completed(self._groups[event.group_id])
 
     def _push(self, after_s: float, group_id: int | None) -> None:
         self._numbers += 1
@@ -162,16 +162,16 @@ class Simulation:
         self.coordinator.started(group.group_id, self._config.rollout.group_size)
         self.tally.group_submitted(group)
         self._queue.append(group)
-        self._fill_places()
+        self._fill_slots()
 
-    def _fill_places(self) -> None:
-        while self._queue and (self._running < self._places or self._durations.hold_waiting):
+    def _fill_slots(self) -> None:
+        while self._queue and (self._running < self._slots or self._durations.include_queueing):
             group = self._queue.popleft()
             group.begun_s = self.now_s
             self._running += 1
             self._push(group.seconds, group.group_id)
 
-    def _became_whole(self, group: VirtualGroup) -> None:
+    def _group_completed(self, group: VirtualGroup) -> None:
         self._running -= 1
         finished = None
         for episode in self._rollouts.episodes(group):
@@ -179,12 +179,12 @@ class Simulation:
         assert finished is not None
         self.coordinator.settled(failed=finished.failed, filtered=finished.filtered)
         if finished.dropped_because is None:
-            self.coordinator.became_whole(group.group_id, finished.oldest_version)
+            self.coordinator.completed(group.group_id, finished.oldest_version)
         else:
-            self.coordinator.gone(group.group_id)
+            self.coordinator.discarded(group.group_id)
             self.tally.group_ended(self._groups.pop(group.group_id), 0)
             self._start()
-        self._fill_places()
+        self._fill_slots()
 
     # ---- learning -------------------------------------------------------------------------------------------------
 
@@ -203,7 +203,7 @@ class Simulation:
     def _drop_stale(self) -> None:
         stale = self.coordinator.stale()
         for group in self.buffer.take(len(stale), first=stale) if stale else ():
-            self.coordinator.gone(group.group_id)
+            self.coordinator.discarded(group.group_id)
             self.coordinator.settled(stale=group.kept)
             self.tally.group_ended(self._groups.pop(group.group_id), 0)
             self._start()

@@ -83,7 +83,7 @@ class Tally:
 
     since_s: float
     since_step: int
-    places: int
+    slots: int
     """Groups that can run at once."""
     tokens_per_group: int
     steps: int = 0
@@ -145,7 +145,7 @@ class Tally:
             groups_per_s=self.groups / seconds,
             steps_per_s=self.steps / seconds,
             learner_busy=self.learner_s / seconds,
-            generation_busy=self.running_s / (seconds * self.places),
+            generation_busy=self.running_s / (seconds * self.slots),
             staleness_mean=_ratio(sum(age * count for age, count in enumerate(ages)), sum(ages)),
             staleness_max=max(len(ages) - 1, 0),
             ages=tuple(ages),
