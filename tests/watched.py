@@ -24,8 +24,8 @@ from headrace.data.sample import Sample, TrainBatch
 from headrace.data.task import Task
 from headrace.engines.base import SamplingParams
 from headrace.models.catalog import resolve_model
+from headrace.rollout.agent_loop import AgentLoop
 from headrace.rollout.chat import ChatTemplate
-from headrace.rollout.manager import AgentLoopManager
 from headrace.rollout.model_client import Model
 from headrace.trainer.trainer import RunResult, UnifiedTrainer
 
@@ -182,7 +182,7 @@ async def sampled_groups(backend: LocalBackend) -> list[TrajectoryGroup]:
         await model.chat(task.messages)
         return float(task.id)
 
-    manager = AgentLoopManager(ask, engine, ChatTemplate(backend.tokenizer), None)
+    manager = AgentLoop(ask, engine, ChatTemplate(backend.tokenizer), None)
     groups = []
     for index in range(4):
         task = Task(str(index % 2), instruction=f"Make {index + 7} from 1 2 3. Use each number once.")

@@ -27,8 +27,8 @@ from headrace.errors import (
     is_infrastructure,
 )
 from headrace.judge.base import FunctionJudger
+from headrace.rollout.agent_loop import AgentLoop, Limits
 from headrace.rollout.budget import Budget
-from headrace.rollout.manager import AgentLoopManager, Limits
 from headrace.rollout.model_client import Model
 from headrace.rollout.remote_model import NoEngine, remote_model
 from http_server import Answer, Asked, completion, serving
@@ -177,14 +177,12 @@ async def test_the_key_comes_from_the_environment_and_is_never_told(
 # ---- what a workflow sees --------------------------------------------------------------------------------------------
 
 
-def manager(url: str, run: Any, budget: Budget | None = None, retries: int = 0) -> AgentLoopManager:
+def manager(url: str, run: Any, budget: Budget | None = None, retries: int = 0) -> AgentLoop:
     client: Any = OpenAIClient(url, "parrot", retries=retries)
     no_template: Any = None
     judger = FunctionJudger(lambda task, text: text == task.answer)
     limits = Limits(budget=budget or Budget(), retries=0)
-    return AgentLoopManager(
-        run, NoEngine(), no_template, judger, limits, training=False, new_model=remote_model(client)
-    )
+    return AgentLoop(run, NoEngine(), no_template, judger, limits, training=False, new_model=remote_model(client))
 
 
 async def rolled_out(url: str, run: Any, budget: Budget | None = None) -> Episode:

@@ -18,7 +18,7 @@ from headrace.engines.base import SamplingParams
 from headrace.errors import WorkflowError
 from headrace.evaluation.evaluator import Evaluator, bootstrap_interval, evaluation_metrics, pass_at_k, wilson_interval
 from headrace.judge.base import FunctionJudger
-from headrace.rollout.manager import AgentLoopManager
+from headrace.rollout.agent_loop import AgentLoop
 from headrace.rollout.model_client import Model
 from headrace.rollout.store import ValuesInMemory
 from headrace.rollout.workflow import single_turn
@@ -34,8 +34,8 @@ def a_letter(seed: int) -> str:
     return random.Random(seed).choice("ab")
 
 
-def manager(engine: FakeEngine | None = None, run: Any = single_turn) -> AgentLoopManager:
-    return AgentLoopManager(run, engine or FakeEngine(a_letter), char_chat(), FunctionJudger(says_the_answer))
+def manager(engine: FakeEngine | None = None, run: Any = single_turn) -> AgentLoop:
+    return AgentLoop(run, engine or FakeEngine(a_letter), char_chat(), FunctionJudger(says_the_answer))
 
 
 def evaluator(tasks: list[Task] = TASKS, **section: Any) -> Evaluator:
@@ -229,7 +229,7 @@ async def test_a_judger_that_fails_is_a_failed_episode() -> None:
             raise RuntimeError("the judge is ill")
         return True
 
-    broken = AgentLoopManager(single_turn, FakeEngine(a_letter), char_chat(), FunctionJudger(judge))
+    broken = AgentLoop(single_turn, FakeEngine(a_letter), char_chat(), FunctionJudger(judge))
     metrics = await evaluator().evaluate(broken)
     assert (metrics["eval/words/failed"], metrics["eval/words/pass@1"]) == (1, 0.75)
 
@@ -251,7 +251,7 @@ async def test_a_set_may_have_a_manager_of_its_own_with_the_store_it_is_given() 
     values = ValuesInMemory()
     values.put("learned", 1.0)
     usual = manager(FakeEngine(lambda seed: "x"))
-    own = AgentLoopManager(reads, FakeEngine(a_letter), char_chat(), None, training=False, values=values)
+    own = AgentLoop(reads, FakeEngine(a_letter), char_chat(), None, training=False, values=values)
     metrics = await Evaluator(sets, RolloutSection(), 0, managers={"two": own}).evaluate(usual)
     assert (metrics["eval/one/pass@1"], metrics["eval/two/pass@1"]) == (0.0, 1.0)
 

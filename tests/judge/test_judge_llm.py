@@ -24,8 +24,8 @@ from headrace.evaluation.evaluate import evaluate_run
 from headrace.judge.base import Verdict, as_judger
 from headrace.judge.llm import LLMJudger, harmless
 from headrace.registry import resolve
+from headrace.rollout.agent_loop import AgentLoop, close_all
 from headrace.rollout.chat import ChatTemplate
-from headrace.rollout.manager import AgentLoopManager, close_all
 from headrace.rollout.model_client import Model
 from headrace.rollout.workflow import single_turn
 from http_server import Answer, Asked, completion, serving
@@ -214,7 +214,7 @@ async def test_a_judge_that_cannot_be_read_fails_the_episode_and_says_nothing_of
 
     with serving(answer) as server:
         judger = LLMJudger(server.url, "wise")
-        manager = AgentLoopManager(single_turn, FakeEngine(lambda seed: "Paris"), char_chat(), judger)
+        manager = AgentLoop(single_turn, FakeEngine(lambda seed: "Paris"), char_chat(), judger)
         (episode,) = await manager.roll_out_group(TASK, 0, 1, 0, SamplingParams(max_tokens=9))
         await close_all([manager])
     assert episode.failed and "no line SCORE" in str(episode.error) and len(server.asked) == 2

@@ -18,7 +18,7 @@ from headrace.evaluation.setup import configured_judger
 from headrace.judge import router
 from headrace.judge.base import JudgeError, Judger, Verdict, as_judger
 from headrace.judge.router import GuardedJudger, Router
-from headrace.rollout.manager import AgentLoopManager, Limits, RolloutSpec
+from headrace.rollout.agent_loop import AgentLoop, Limits, RolloutSpec
 from headrace.rollout.workflow import single_turn
 
 
@@ -65,7 +65,7 @@ class Moody(Judger):
 
 
 async def roll_out(judger: Judger) -> Episode:
-    manager = AgentLoopManager(single_turn, FakeEngine(), char_chat(), judger, Limits())
+    manager = AgentLoop(single_turn, FakeEngine(), char_chat(), judger, Limits())
     return await manager.roll_out(RolloutSpec(task(), 0, 0, 0), SamplingParams(max_tokens=4))
 
 

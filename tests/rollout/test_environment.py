@@ -16,10 +16,10 @@ from headrace.engines.base import SamplingParams
 from headrace.errors import ConfigError, InfrastructureError
 from headrace.judge.base import Judger, Verdict
 from headrace.ledger import Ledger
+from headrace.rollout.agent_loop import AgentLoop, Limits, RolloutSpec
 from headrace.rollout.budget import Budget
 from headrace.rollout.chat_loop import ChatLoop
 from headrace.rollout.environment import EnvironmentLoop
-from headrace.rollout.manager import AgentLoopManager, Limits, RolloutSpec
 from headrace.rollout.model_client import Model
 from headrace.rollout.store import StoredValues
 from headrace.run.journal import RunJournal
@@ -50,7 +50,7 @@ async def played(env: Any, *replies: str, limits: Limits | None = None, **args: 
     said = iter(replies)
     engine = FakeEngine(lambda seed: next(said))
     loop = EnvironmentLoop(env, **args)
-    manager = AgentLoopManager(loop.run, engine, char_chat(), None, limits)
+    manager = AgentLoop(loop.run, engine, char_chat(), None, limits)
     return await manager.roll_out(SPEC, SAMPLING)
 
 
@@ -124,9 +124,9 @@ async def talk(task: Task, model: Model) -> float:
     return 1.0
 
 
-def manager(run: Any, budget: Budget | None = None, values: Any = None, **limits: Any) -> AgentLoopManager:
+def manager(run: Any, budget: Budget | None = None, values: Any = None, **limits: Any) -> AgentLoop:
     bounds = Limits(budget=budget or Budget(), **limits)
-    return AgentLoopManager(run, FakeEngine(lambda seed: "0123456789"), char_chat(), Score(), bounds, values=values)
+    return AgentLoop(run, FakeEngine(lambda seed: "0123456789"), char_chat(), Score(), bounds, values=values)
 
 
 class Score(Judger):
@@ -200,7 +200,7 @@ async def test_retries_are_attempts_of_the_ledger(tmp_path: Path) -> None:
     with Ledger.open(tmp_path) as ledger:
         ledger.dispatched(0, (0, 0), "t", "default", 1, 0)
         journal = RunJournal(ledger)
-        rolled = AgentLoopManager(run, FakeEngine(), char_chat(), None, journal=journal.episodes())
+        rolled = AgentLoop(run, FakeEngine(), char_chat(), None, journal=journal.episodes())
         episode = await rolled.roll_out(SPEC, SAMPLING)
         assert (episode.attempt, journal.restarted) == (1, 1)
 
@@ -230,7 +230,7 @@ async def test_evaluation_reads_the_store_and_leaves_it_alone(tmp_path: Path) ->
     values = StoredValues(tmp_path / "store.sqlite")
     values.put("best", 1)
     values.put("other", 10)
-    evaluating = AgentLoopManager(run, FakeEngine(), char_chat(), None, training=False, values=values)
+    evaluating = AgentLoop(run, FakeEngine(), char_chat(), None, training=False, values=values)
     assert (await evaluating.roll_out(SPEC, SAMPLING)).trajectories[0].reward == 12.0
     assert values.get("best") == 1
 

@@ -16,9 +16,9 @@ from headrace.data.episode import TerminationReason
 from headrace.data.task import Task
 from headrace.engines.base import SamplingParams
 from headrace.errors import EngineError
+from headrace.rollout.agent_loop import AgentLoop, Limits, RolloutSpec
 from headrace.rollout.budget import Budget
 from headrace.rollout.gateway import ModelSession, close_gateway, model_session
-from headrace.rollout.manager import AgentLoopManager, Limits, RolloutSpec
 from headrace.rollout.model_client import Model
 
 SAMPLING = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, max_tokens=100)
@@ -321,7 +321,7 @@ async def test_a_prompt_that_is_too_long_is_told_as_openai_tells_it() -> None:
 
 
 async def roll_out(run: Any, engine: FakeEngine, **limits: Any) -> Any:
-    manager = AgentLoopManager(run, engine, char_chat(), None, Limits(retries=0, **limits))
+    manager = AgentLoop(run, engine, char_chat(), None, Limits(retries=0, **limits))
     return await manager.roll_out(RolloutSpec(Task("t", messages=tuple(ASKED)), 0, 0, 1), SAMPLING)
 
 
@@ -338,7 +338,7 @@ async def test_a_budget_that_is_used_up_ends_the_episode_without_a_failure() -> 
     episode = await roll_out(talk_on, FakeEngine(), budget=Budget(turns=2))
     assert "the workflow returned no reward" in episode.error  # as without the gateway: there is no judger
     assert len(episode.trajectories[0].steps) == 2
-    manager = AgentLoopManager(
+    manager = AgentLoop(
         talk_on, FakeEngine(), char_chat(), None, Limits(budget=Budget(turns=2)), needs_reward=lambda role: False
     )
     episode = await manager.roll_out(RolloutSpec(Task("t", messages=tuple(ASKED)), 0, 0, 1), SAMPLING)

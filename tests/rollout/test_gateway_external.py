@@ -19,10 +19,10 @@ from headrace.engines.base import SamplingParams
 from headrace.errors import ConfigError, EngineError
 from headrace.judge.base import FunctionJudger
 from headrace.registry import resolve
+from headrace.rollout.agent_loop import AgentLoop, Limits, RolloutSpec
 from headrace.rollout.budget import Budget
 from headrace.rollout.gateway import close_gateway
 from headrace.rollout.gateway.external import ExternalAgent
-from headrace.rollout.manager import AgentLoopManager, Limits, RolloutSpec
 
 TASK = Task("t", instruction="Say a word.", answer=7, metadata={"hint": "é"})
 SAMPLING = SamplingParams(temperature=1.0, max_tokens=16)
@@ -52,7 +52,7 @@ async def roll_out(
     program.write_text(ASK + code)
     run = ExternalAgent(["python", "-S", str(program)], environment={"OUT": str(tmp_path)}).run
     limits = {"retries": 0, **limits}
-    manager = AgentLoopManager(run, engine or FakeEngine(), char_chat(), judger, Limits(**limits))
+    manager = AgentLoop(run, engine or FakeEngine(), char_chat(), judger, Limits(**limits))
     return await manager.roll_out(RolloutSpec(TASK, 0, 0, 5), SAMPLING)
 
 

@@ -18,7 +18,7 @@ from headrace.engines.base import SamplingParams
 from headrace.errors import EngineError
 from headrace.judge.base import Judger, Verdict
 from headrace.ledger import Ledger, LedgerReader
-from headrace.rollout.manager import AgentLoopManager, Limits, RolloutSpec
+from headrace.rollout.agent_loop import AgentLoop, Limits, RolloutSpec
 from headrace.rollout.model_client import Model
 from headrace.run.journal import RunJournal
 from headrace.trainer.callbacks import Callback, Metrics
@@ -60,7 +60,7 @@ async def live(folder: Path, run: Any, answers: int, judger: Judger | None = Non
     with Ledger.open(folder) as ledger:
         ledger.dispatched(0, (0, 0), TASK.id, TASK.source, 1, 0)
         journal = RunJournal(ledger)
-        manager = AgentLoopManager(run, engine, char_chat(), judger, Limits(timeout_s=5.0), journal=journal.episodes())
+        manager = AgentLoop(run, engine, char_chat(), judger, Limits(timeout_s=5.0), journal=journal.episodes())
         try:
             return await manager.roll_out(SPEC, SAMPLING), len(engine.requests)
         except EngineError:

@@ -17,7 +17,7 @@ from headrace.data.task import Task
 from headrace.engines.base import SamplingParams
 from headrace.errors import ConfigError, InfrastructureError
 from headrace.judge.base import FunctionJudger
-from headrace.rollout.manager import AgentLoopManager, Limits, RolloutSpec, close_all
+from headrace.rollout.agent_loop import AgentLoop, Limits, RolloutSpec, close_all
 from headrace.rollout.model_client import Model
 from headrace.rollout.tools import Tool, ToolAgent, answer_calls, as_text, as_tools, tool
 from headrace.rollout.workflow import as_run_function
@@ -47,7 +47,7 @@ async def played(*replies: str, limits: Limits | None = None, **args: Any) -> Ep
     said = iter(replies)
     engine = FakeEngine(lambda seed: next(said), CharTokenizer())
     agent = ToolAgent(**{"tools": [add, pick, broken], **args})
-    manager = AgentLoopManager(agent.run, engine, char_chat(), FunctionJudger(lambda task, text: text == "3"), limits)
+    manager = AgentLoop(agent.run, engine, char_chat(), FunctionJudger(lambda task, text: text == "3"), limits)
     try:
         return await manager.roll_out(RolloutSpec(Task("t", instruction="1 + 2?"), 0, 0, 0), SAMPLING)
     finally:

@@ -26,7 +26,7 @@ from headrace.engines.base import SamplingParams
 from headrace.errors import DataError, DeadlineError, EscapeError, WorkflowError, first_of
 from headrace.judge.base import Judger, Verdict
 from headrace.ledger.episode_record import NoJournal, NoRecord
-from headrace.rollout.manager import AgentLoopManager, Limits, RolloutSpec
+from headrace.rollout.agent_loop import AgentLoop, Limits, RolloutSpec
 from headrace.rollout.model_client import Model
 from headrace.rollout.workflow import as_run_function
 from headrace.trainer.callbacks import Callback
@@ -454,7 +454,7 @@ def test_what_an_abandoned_episode_still_asks_for_is_neither_answered_nor_record
 
     async def main() -> None:
         limits = Limits(timeout_s=2.5)
-        manager = AgentLoopManager(goes_on, engine, char_chat(), None, limits, journal=OneRecord())
+        manager = AgentLoop(goes_on, engine, char_chat(), None, limits, journal=OneRecord())
         await manager.roll_out(RolloutSpec(Task("a", instruction="Say."), 0, 0, 0), SamplingParams(max_tokens=4))
         before = list(record.events), len(engine.requests)
         await asyncio.sleep(1000.0)

@@ -1,4 +1,4 @@
-"""AgentLoopManager: what a workflow may return, and what happens when it fails."""
+"""AgentLoop: what a workflow may return, and what happens when it fails."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from headrace.engines.base import SamplingParams
 from headrace.errors import ConfigError, EngineError, PromptTooLongError
 from headrace.judge.base import FunctionJudger, Judger, Verdict, as_judger
 from headrace.registry import load_object
-from headrace.rollout.manager import AgentLoopManager, Limits, RolloutSpec
+from headrace.rollout.agent_loop import AgentLoop, Limits, RolloutSpec
 from headrace.rollout.model_client import Model
 from headrace.rollout.workflow import as_run_function, demonstration, self_distill, single_turn
 
@@ -61,8 +61,8 @@ def manager(
     judger: Judger | None = None,
     needs_reward: Callable[[str], bool] = lambda role: True,
     **limits: Any,
-) -> AgentLoopManager:
-    return AgentLoopManager(run, engine or FakeEngine(), char_chat(), judger, Limits(**limits), needs_reward)
+) -> AgentLoop:
+    return AgentLoop(run, engine or FakeEngine(), char_chat(), judger, Limits(**limits), needs_reward)
 
 
 async def roll_out(run: Any, engine: FakeEngine | None = None, judger: Judger | None = None, **limits: Any) -> Episode:

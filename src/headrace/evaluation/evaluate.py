@@ -19,8 +19,8 @@ from headrace.evaluation.results_file import EvaluationResult, SetResult, set_re
 from headrace.evaluation.setup import assemble_evaluation, assemble_remote_evaluation
 from headrace.ledger.export import plain
 from headrace.registry import load_object, resolve
+from headrace.rollout.agent_loop import AgentLoop, close_all, start_workflows
 from headrace.rollout.gateway import close_gateway
-from headrace.rollout.manager import AgentLoopManager, close_all, start_workflows
 from headrace.run.checkpoint import is_checkpoint, list_checkpoints, load_checkpoint
 from headrace.tracking.terminal import working
 from headrace.utils.interrupts import interruptible
@@ -138,7 +138,7 @@ class _Evaluation:
     sets: list[SetResult] = field(default_factory=list)
     _at: tuple[str, int, int] | None = None
 
-    async def run(self, manager: AgentLoopManager, evaluator: Evaluator) -> None:
+    async def run(self, manager: AgentLoop, evaluator: Evaluator) -> None:
         """Evaluate every set. Episodes are written as they are done, so that an interruption loses none."""
         with boundary(ConfigError, f"cannot write {self.outputs.episodes}", OSError):
             said = (

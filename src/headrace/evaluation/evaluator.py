@@ -16,7 +16,7 @@ from headrace.data.seeds import derive_seed
 from headrace.data.task import Task
 from headrace.engines.base import SamplingParams
 from headrace.errors import WorkflowError
-from headrace.rollout.manager import AgentLoopManager
+from headrace.rollout.agent_loop import AgentLoop
 from headrace.utils.deadline import call_user
 from headrace.utils.usercode import reason_of
 
@@ -41,7 +41,7 @@ class Evaluator:
         rollout: RolloutSection,
         seed: int,
         metrics: Mapping[str, MetricFunction] = _NONE,
-        managers: Mapping[str, AgentLoopManager] = _NONE,
+        managers: Mapping[str, AgentLoop] = _NONE,
         hook_timeout_s: float | None = None,
     ) -> None:
         self.sets = {name: (section, tasks[: section.limit]) for name, (section, tasks) in sets.items()}
@@ -53,7 +53,7 @@ class Evaluator:
 
     async def evaluate(
         self,
-        manager: AgentLoopManager,
+        manager: AgentLoop,
         progress: Callable[[str, int, int], None] | None = None,
         keep: Callable[[str, dict[str, float], list[Episode]], None] | None = None,
         on_episode: Callable[[str, Episode], None] | None = None,
@@ -85,13 +85,13 @@ class Evaluator:
         return metrics
 
     @property
-    def managers(self) -> list[AgentLoopManager]:
+    def managers(self) -> list[AgentLoop]:
         """Those of sets that have a workflow or a judger of their own."""
         return list(self._managers.values())
 
     async def _roll_out(
         self,
-        manager: AgentLoopManager,
+        manager: AgentLoop,
         name: str,
         section: EvalSet,
         tasks: Sequence[Task],

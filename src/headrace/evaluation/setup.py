@@ -17,10 +17,10 @@ from headrace.evaluation.evaluator import Evaluator, MetricFunction
 from headrace.judge.base import Judger, as_judger
 from headrace.judge.router import GuardedJudger, Router
 from headrace.registry import nearest, resolve
+from headrace.rollout.agent_loop import AgentLoop, Limits
 from headrace.rollout.budget import Budget
 from headrace.rollout.chat import ChatTemplate
 from headrace.rollout.gateway import configure as configure_gateway
-from headrace.rollout.manager import AgentLoopManager, Limits
 from headrace.rollout.model_client import Model
 from headrace.rollout.remote_model import Client, NoEngine, remote_model
 from headrace.rollout.store import Values
@@ -37,7 +37,7 @@ class EvaluationParts:
     backend: Backend
     engine: RolloutEngine
     chat: ChatTemplate
-    manager: AgentLoopManager
+    manager: AgentLoop
     evaluator: Evaluator
 
 
@@ -75,28 +75,26 @@ def evaluation_parts(
     async def ask(messages: Sequence[Message], params: SamplingParams, seed: int) -> str:
         return (await Model(engine, chat, params, seed, training=False).chat(messages)).text
 
-    def new_manager(run: RunFunction, judge: Judger | None) -> AgentLoopManager:
+    def new_manager(run: RunFunction, judge: Judger | None) -> AgentLoop:
         _lend_policy(judge, ask)
-        return AgentLoopManager(run, EvaluationView(engine), chat, judge, limits(config), training=False, values=values)
+        return AgentLoop(run, EvaluationView(engine), chat, judge, limits(config), training=False, values=values)
 
     manager, evaluator = _evaluating(config, sets, ways, metrics, new_manager)
     return EvaluationParts(backend, engine, chat, manager, evaluator)
 
 
-def assemble_remote_evaluation(config: RunConfig, client: Client) -> tuple[AgentLoopManager, Evaluator]:
+def assemble_remote_evaluation(config: RunConfig, client: Client) -> tuple[AgentLoop, Evaluator]:
     """What evaluating a model behind a URL takes: no backend, no engine, no tokenizer."""
     ways = _ways_to_evaluate(config, run_function(config, None), configured_judger(config, None))
 
     async def ask(messages: Sequence[Message], params: SamplingParams, seed: int) -> str:
         return (await client.chat(messages, params, seed=seed)).text
 
-    def new_manager(run: RunFunction, judge: Judger | None) -> AgentLoopManager:
+    def new_manager(run: RunFunction, judge: Judger | None) -> AgentLoop:
         _lend_policy(judge, ask)
         no_template: Any = None  # the server has it
         new_model = remote_model(client)
-        return AgentLoopManager(
-            run, NoEngine(), no_template, judge, limits(config), training=False, new_model=new_model
-        )
+        return AgentLoop(run, NoEngine(), no_template, judge, limits(config), training=False, new_model=new_model)
 
     sets = evaluation_sets(config, None)
     _check_sets(sets, ways)
@@ -129,8 +127,8 @@ def _evaluating(
     sets: EvaluationSets,
     ways: dict[str | None, Way],
     metrics: dict[str, MetricFunction],
-    new_manager: Callable[[RunFunction, Judger | None], AgentLoopManager],
-) -> tuple[AgentLoopManager, Evaluator]:
+    new_manager: Callable[[RunFunction, Judger | None], AgentLoop],
+) -> tuple[AgentLoop, Evaluator]:
     managers = {name: new_manager(*way) for name, way in ways.items() if name is not None}
     limit_s = config.trainer.hook_timeout_s
     evaluator = Evaluator(sets, config.rollout, config.run.seed, metrics, managers, limit_s)

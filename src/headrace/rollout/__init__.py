@@ -1,1 +1,1 @@
-"""Rollouts: workflows, the model that they call, tools, environments, the gateway, and the manager that runs them."""
+"""Rollouts: workflows, the model that they call, tools, environments, the gateway, the agent loop that runs them."""

@@ -126,7 +126,7 @@ class RemoteModel(Model):
 
 
 def remote_model(client: Client) -> Callable[..., RemoteModel]:
-    """What makes the models of an AgentLoopManager that asks a URL."""
+    """What makes the models of an AgentLoop that asks a URL."""
 
     def new_model(*arguments: Any) -> RemoteModel:
         return RemoteModel(client, *arguments)

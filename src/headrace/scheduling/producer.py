@@ -14,7 +14,7 @@ from headrace.engines.base import SamplingParams
 from headrace.errors import DataError
 from headrace.ledger.columns import stored_text
 from headrace.ledger.records import GroupRecord, GroupState, UnfinishedGroup
-from headrace.rollout.manager import AgentLoopManager
+from headrace.rollout.agent_loop import AgentLoop
 from headrace.scheduling.buffer import FinishedGroup
 from headrace.scheduling.coordinator import SyncCoordinator
 from headrace.scheduling.lifecycle import GroupLifecycle, LiveGroup
@@ -37,7 +37,7 @@ class Producer:
         self,
         config: RunConfig,
         sampler: TaskSampler,
-        manager: AgentLoopManager,
+        manager: AgentLoop,
         coordinator: SyncCoordinator,
         lifecycle: GroupLifecycle,
         resumed: Sequence[LiveGroup] = (),

@@ -9,7 +9,7 @@ from typing import Any
 from headrace.config import RunConfig
 from headrace.engines.base import RolloutEngine
 from headrace.evaluation.evaluator import Evaluator, under
-from headrace.rollout.manager import AgentLoopManager
+from headrace.rollout.agent_loop import AgentLoop
 from headrace.run.checkpoint import with_evaluation, without_step
 from headrace.run.journal import RunJournal
 from headrace.trainer.callbacks import CallbackSet
@@ -25,7 +25,7 @@ class Evaluations:
         self,
         config: RunConfig,
         evaluator: Evaluator,
-        manager: AgentLoopManager,
+        manager: AgentLoop,
         engine: RolloutEngine,
         journal: RunJournal,
         callbacks: CallbackSet,

@@ -33,8 +33,8 @@ from headrace.evaluation.setup import (
 )
 from headrace.ledger.episode_record import Journal
 from headrace.registry import resolve
+from headrace.rollout.agent_loop import AgentLoop, close_all, start_workflows
 from headrace.rollout.gateway import close_gateway
-from headrace.rollout.manager import AgentLoopManager, close_all, start_workflows
 from headrace.rollout.store import StoredValues, Values
 from headrace.rollout.workflow import demonstration, single_turn
 from headrace.run.agreement import missing_steps
@@ -100,8 +100,8 @@ class RunParts:
     backend: Backend
     engine: RolloutEngine
     sampler: TaskSampler
-    new_manager: Callable[[Journal], AgentLoopManager]
-    eval_manager: AgentLoopManager
+    new_manager: Callable[[Journal], AgentLoop]
+    eval_manager: AgentLoop
     evaluator: Evaluator
     objective: Objective
     policy: StalenessPolicy
@@ -147,9 +147,9 @@ def assemble(
     parts = evaluation_parts(config, run, judge, sets, new_backend, values)
     trained, judged = (demonstration, None) if supervised else (run, judge)
 
-    def new_manager(journal: Journal) -> AgentLoopManager:
+    def new_manager(journal: Journal) -> AgentLoop:
         needs_reward = _needs_reward(config.algorithm)
-        return AgentLoopManager(
+        return AgentLoop(
             trained, parts.engine, parts.chat, judged, limits(config), needs_reward, journal=journal, values=values
         )
 
@@ -182,7 +182,7 @@ class Run:
     backend: Backend
     engine: RolloutEngine
     sampler: TaskSampler
-    manager: AgentLoopManager
+    manager: AgentLoop
     policy: StalenessPolicy
     journal: RunJournal
     trackers: TrackerSet
@@ -318,7 +318,7 @@ class _Beside:
     """What a run has beside the parts that its configuration names and those of its loops."""
 
     folder: Path
-    manager: AgentLoopManager
+    manager: AgentLoop
     journal: RunJournal
     trackers: TrackerSet
     callbacks: CallbackSet

@@ -1,4 +1,4 @@
-"""AgentLoopManager: runs a workflow over tasks, for training and for evaluation alike."""
+"""AgentLoop: runs a workflow over tasks, for training and for evaluation alike."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Limits:
     retries: int = 2
 
 
-class AgentLoopManager:
+class AgentLoop:
     """Rolls tasks out, so many at once as the limits allow. A failure in user code fails that episode only."""
 
     def __init__(
@@ -236,9 +236,9 @@ class AgentLoopManager:
         return any(self._needs_reward(t.name) and not _brings_advantages(t) for t in without)
 
 
-async def start_workflows(managers: Sequence[AgentLoopManager], limit_s: float) -> None:
+async def start_workflows(loops: Sequence[AgentLoop], limit_s: float) -> None:
     """Call `start` of each workflow that has one, once, before its first episode."""
-    for workflow in _distinct(manager.workflow for manager in managers):
+    for workflow in _distinct(loop.workflow for loop in loops):
         if callable(getattr(workflow, "start", None)):
             what = f"start of the workflow {type(workflow).__name__}"
             try:
@@ -249,10 +249,10 @@ async def start_workflows(managers: Sequence[AgentLoopManager], limit_s: float) 
                 raise WorkflowError(f"{what} failed: {where_it_failed(error)}") from error
 
 
-async def close_all(managers: Sequence[AgentLoopManager]) -> None:
-    """Let each workflow and judger, which managers may share, give back what it holds, once."""
+async def close_all(loops: Sequence[AgentLoop]) -> None:
+    """Let each workflow and judger, which loops may share, give back what it holds, once."""
     failures: list[Exception] = []
-    for holder in _distinct([*(m.workflow for m in managers), *(m.judger for m in managers)]):
+    for holder in _distinct([*(loop.workflow for loop in loops), *(loop.judger for loop in loops)]):
         if callable(getattr(holder, "close", None)):
             try:
                 await call_user(f"close of {type(holder).__name__}", holder.close, limit_s=_CLOSE_S)
