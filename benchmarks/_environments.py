@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from headrace.utils.openmp import as_given
+from headrace.utils.openmp import unchanged_environment
 
 HERE = Path(__file__).parent
 
@@ -46,7 +46,7 @@ def with_module(python: Path, name: str, option: str) -> Path:
 def checked(command: list[str], problem: str, remedy: str, **variables: str) -> None:
     """Run a command that must succeed; the user is told the last that it said."""
     done = subprocess.run(
-        command, env=as_given() | variables, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        command, env=unchanged_environment() | variables, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
     if done.returncode:
         said = "\n".join(done.stdout.strip().splitlines()[-5:]) or "nothing"

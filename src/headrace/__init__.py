@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from headrace.utils.openmp import wait_briefly
+from headrace.utils.openmp import limit_spinning
 
 if TYPE_CHECKING:
     from headrace.algorithms.advantages.estimators import GroupRewards
@@ -84,7 +84,7 @@ __all__ = [
     "__version__", "build_config", "load_config", "load_tasks", "model_session", "register", "self_distill", "tool",
 ]  # fmt: skip
 
-wait_briefly()  # before torch is loaded
+limit_spinning()  # before torch is loaded
 
 
 def __getattr__(name: str) -> Any:

@@ -136,7 +136,7 @@ def test_whatever_a_workflow_raises_is_its_episodes_failure(
     async def escapes(task: Task, model: Model) -> float:
         reward = await scattered(task, model)
         if by_number(task, 3):
-            await threads.call_anyhow(escape)
+            await threads.call_sync_or_async(escape)
         return reward
 
     ran = failing_run(tmp_path, schedule, escapes)
@@ -153,7 +153,7 @@ def test_whatever_a_judger_raises_is_its_episodes_failure(
     class Escapes(Judger):
         async def judge(self, task: Task, episode: Any) -> Verdict:
             if by_number(task, 3):
-                await threads.call_anyhow(escape)
+                await threads.call_sync_or_async(escape)
             return Verdict(float(len(episode.text) % 2))
 
     registry.register("judger", "escapes", Escapes())
@@ -467,7 +467,7 @@ def test_what_an_abandoned_episode_still_asks_for_is_neither_answered_nor_record
 
 def test_a_forked_process_has_threads_of_its_own() -> None:
     async def plain() -> int:
-        return await threads.call_anyhow(int, "7")
+        return await threads.call_sync_or_async(int, "7")
 
     assert asyncio.run(plain()) == 7  # the parent has a free thread now, which the child has not
     child = os.fork()

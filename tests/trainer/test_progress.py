@@ -14,7 +14,7 @@ from rich.console import Console as RichConsole
 from headrace.tracking.base import RunInfo
 from headrace.tracking.console import ConsoleTracker
 from headrace.tracking.terminal import Pulse, working
-from headrace.utils.threads import in_own_thread
+from headrace.utils.threads import run_in_thread
 
 
 class Clock:
@@ -101,7 +101,7 @@ def test_nobody_waits_for_a_load_that_was_cancelled() -> None:
     release = threading.Event()
 
     async def cancelled() -> None:
-        loading = asyncio.ensure_future(in_own_thread(release.wait, 30))
+        loading = asyncio.ensure_future(run_in_thread(release.wait, 30))
         await asyncio.sleep(0.05)
         loading.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from headrace.utils.openmp import SPINS, as_given
+from headrace.utils.openmp import SPINS, unchanged_environment
 
 SCRIPT = "import headrace, os, sys; print(os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules)"
 
@@ -32,6 +32,6 @@ def test_importing_headrace_bounds_the_wait_unless_the_user_has_chosen(chosen: d
 
 def test_programs_of_others_get_the_environment_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GOMP_SPINCOUNT", SPINS)
-    assert "GOMP_SPINCOUNT" not in as_given() and as_given()["PATH"] == os.environ["PATH"]
+    assert "GOMP_SPINCOUNT" not in unchanged_environment() and unchanged_environment()["PATH"] == os.environ["PATH"]
     monkeypatch.setenv("GOMP_SPINCOUNT", "7")
-    assert as_given()["GOMP_SPINCOUNT"] == "7"
+    assert unchanged_environment()["GOMP_SPINCOUNT"] == "7"

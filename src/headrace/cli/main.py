@@ -29,7 +29,7 @@ from headrace.cli.simulate import simulate
 from headrace.cli.train import SFT_USAGE, sft, train
 from headrace.cli.train import USAGE as TRAIN_USAGE
 from headrace.errors import HeadraceError
-from headrace.utils.interrupts import INTERRUPTED, leave, own_process
+from headrace.utils.interrupts import INTERRUPTED, exit_process, take_over_signals
 
 USER_ERROR = 2
 READER_GONE = 141  # what a shell gives for a program that SIGPIPE ended
@@ -69,7 +69,7 @@ app.command(serve_app)
 
 def main() -> None:
     """Entry point of the `headrace` script."""
-    own_process()
+    take_over_signals()
     from headrace.tracking.notices import to_console
 
     to_console()
@@ -81,7 +81,7 @@ def main() -> None:
         from headrace.tracking.terminal import Console
 
         app.console = Console(markup=True)
-    leave(run(words))
+    exit_process(run(words))
 
 
 def run(words: Sequence[str]) -> int:

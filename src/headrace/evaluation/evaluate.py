@@ -23,9 +23,9 @@ from headrace.rollout.agent_loop import AgentLoop, close_all, start_workflows
 from headrace.rollout.gateway import close_gateway
 from headrace.run.checkpoint import is_checkpoint, list_checkpoints, load_checkpoint
 from headrace.tracking.terminal import working
+from headrace.utils.event_loop import run_loop
 from headrace.utils.interrupts import interruptible
-from headrace.utils.running import run_loop
-from headrace.utils.threads import in_own_thread
+from headrace.utils.threads import run_in_thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ def config_of(run_dir: Path) -> RunConfig:
 
 async def _export(config: RunConfig, checkpoint: Path, out: Path) -> None:
     with working(f"loading the model {config.model.name}") as doing:
-        backend: Backend = await in_own_thread(resolve("backend", config.backend.name), config)
+        backend: Backend = await run_in_thread(resolve("backend", config.backend.name), config)
         try:
             doing(f"loading {checkpoint}")
             await load_checkpoint(checkpoint, backend, _tell)
@@ -192,7 +192,7 @@ def _line(name: str, episode: Episode) -> str:
 
 async def _evaluate(config: RunConfig, checkpoint: Path | None, evaluation: _Evaluation) -> None:
     with working(f"loading the tasks and the model {config.model.name}"):
-        parts = await in_own_thread(assemble_evaluation, config)
+        parts = await run_in_thread(assemble_evaluation, config)
     try:
         with working(f"loading {checkpoint or 'the engine'}"):
             if checkpoint is not None:

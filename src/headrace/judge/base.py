@@ -12,7 +12,7 @@ from headrace.data.episode import Episode, is_number
 from headrace.data.task import Task
 from headrace.errors import ConfigError, EngineError, LedgerError, PromptTooLongError, WorkflowError
 from headrace.registry import call_with, require_parameters
-from headrace.utils.threads import call_anyhow
+from headrace.utils.threads import call_sync_or_async
 
 
 class JudgeError(WorkflowError):
@@ -67,7 +67,7 @@ class FunctionJudger(Judger):
         self._function = function
 
     async def judge(self, task: Task, episode: Episode) -> Verdict:
-        score = await call_anyhow(self._function, task, episode.text)
+        score = await call_sync_or_async(self._function, task, episode.text)
         if isinstance(score, Verdict):
             return score
         verdict = Verdict(score)

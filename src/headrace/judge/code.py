@@ -23,7 +23,7 @@ from headrace.judge.extract import LONGEST_TEXT, in_tags
 from headrace.judge.guest import GUEST
 from headrace.judge.sandbox import Mode, Sandbox, SandboxLimits
 from headrace.judge.session import Session
-from headrace.utils.deadline import own_limits
+from headrace.utils.deadline import deadline_paused
 
 # possessive, or two runs of spaces side by side take quadratic time
 _BLOCK = re.compile(r"^```[ \t]*+(python3?|py)?[ \t]*+\n(.*?)^```", re.MULTILINE | re.DOTALL | re.IGNORECASE)
@@ -116,7 +116,7 @@ class CodeJudger(Judger):
             jobs = [self._prints_all(code, pairs)]
             if checks:
                 jobs.append(self._satisfies(code, checks))
-            with own_limits():  # each program has its own, and a queue of slow ones is no failure of judging
+            with deadline_paused():  # each program has its own, and a queue of slow ones is no failure of judging
                 passed = sum(await asyncio.gather(*jobs))
         share = passed / (len(checks) + len(pairs))
         reward = float(share == 1.0) if self._all_or_nothing else share

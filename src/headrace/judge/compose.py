@@ -11,7 +11,7 @@ from headrace.data.task import Task
 from headrace.errors import ConfigError
 from headrace.judge.base import Judger, Verdict, as_judger
 from headrace.registry import resolve
-from headrace.utils.threads import call_anyhow
+from headrace.utils.threads import call_sync_or_async
 
 
 def make_judger(given: Any, where: str) -> Judger:
@@ -45,7 +45,7 @@ class Holder(Judger):
         for judger in held:
             close = getattr(judger, "close", None)
             if callable(close):
-                await call_anyhow(close)
+                await call_sync_or_async(close)
 
     def use_policy(self, ask: Any) -> None:
         """A way to ask the run's own model, for those that want one."""

@@ -18,14 +18,14 @@ from headrace.errors import ConfigError, DataError
 from headrace.judge.base import Judger, Verdict
 from headrace.judge.extract import LONGEST_TEXT, check_where, expected, marked
 from headrace.judge.pool import WorkerCrashError, WorkerFailedError, WorkerPool, WorkerTimeoutError
-from headrace.utils.threads import call_anyhow
+from headrace.utils.threads import call_sync_or_async
 
 
 class TextJudger(Judger):
     """Scores what was said against each accepted answer; the best score counts, and 1 is correct."""
 
     async def judge(self, task: Task, episode: Episode) -> Verdict:
-        score = await call_anyhow(self._best, episode.text, expected(task), task)
+        score = await call_sync_or_async(self._best, episode.text, expected(task), task)
         return Verdict(score, is_correct=score >= 1.0)
 
     def _best(self, text: str, answers: list[Any], task: Task) -> float:
@@ -198,7 +198,7 @@ class F1Judger(TextJudger):
         self._threshold = threshold
 
     async def judge(self, task: Task, episode: Episode) -> Verdict:
-        score = await call_anyhow(self._best, episode.text, expected(task), task)
+        score = await call_sync_or_async(self._best, episode.text, expected(task), task)
         return Verdict(score, is_correct=score >= self._threshold)
 
     def score(self, text: str, answer: Any) -> float:

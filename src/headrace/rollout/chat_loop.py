@@ -10,7 +10,7 @@ from headrace.data.task import Message, Task
 from headrace.errors import BudgetExceededError, ConfigError, WorkflowError
 from headrace.registry import require_parameters, resolve
 from headrace.rollout.model_client import Model
-from headrace.utils.threads import call_anyhow
+from headrace.utils.threads import call_sync_or_async
 
 
 class ChatLoop:
@@ -34,7 +34,7 @@ class ChatLoop:
         messages += task.messages
         for _ in range(self._max_turns):
             messages.append((await model.chat(messages)).message)
-            said = await call_anyhow(self._respond, task, [dict(message) for message in messages])
+            said = await call_sync_or_async(self._respond, task, [dict(message) for message in messages])
             if said is None:
                 return
             messages.append(_message(said))

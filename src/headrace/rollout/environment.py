@@ -12,7 +12,7 @@ from headrace.data.task import Message, Task
 from headrace.errors import BudgetExceededError, ConfigError, PromptTooLongError, WorkflowError
 from headrace.registry import check_call, require_parameters, resolve
 from headrace.rollout.model_client import Model
-from headrace.utils.threads import call_anyhow
+from headrace.utils.threads import call_sync_or_async
 
 
 class Environment(Protocol):
@@ -63,16 +63,16 @@ class EnvironmentLoop:
 
     async def run(self, task: Task, model: Model) -> Episode:
         """Play until the environment, or a budget, ends it."""
-        env = await call_anyhow(self._new, **self._args)
+        env = await call_sync_or_async(self._new, **self._args)
         try:
             return await self._play(env, task, model)
         finally:
             if callable(getattr(env, "close", None)):
-                await call_anyhow(env.close)
+                await call_sync_or_async(env.close)
 
     async def _play(self, env: Environment, task: Task, model: Model) -> Episode:
         messages: list[Message] = [{"role": "system", "content": self._system}] if self._system else []
-        messages.append({"role": "user", "content": _first(await call_anyhow(env.reset, task))})
+        messages.append({"role": "user", "content": _first(await call_sync_or_async(env.reset, task))})
         rewards: list[float] = []
         metrics: dict[str, float] = {}
         correct, ended = None, TerminationReason.TURNS
@@ -82,7 +82,7 @@ class EnvironmentLoop:
             except (BudgetExceededError, PromptTooLongError) as error:
                 ended = getattr(error, "reason", TerminationReason.LENGTH)
                 break
-            stepped = _stepped(await call_anyhow(env.step, reply.content))
+            stepped = _stepped(await call_sync_or_async(env.step, reply.content))
             rewards.append(stepped.reward)
             correct = stepped.info.get("is_correct", correct)
             metrics.update(stepped.info.get("metrics", {}))

@@ -22,7 +22,7 @@ from headrace.rollout.budget import Budget, Spending
 from headrace.rollout.chat import ChatTemplate
 from headrace.rollout.messages import ToolSchema
 from headrace.rollout.store import Store, Values, ValuesInMemory
-from headrace.utils.threads import call_anyhow
+from headrace.utils.threads import call_sync_or_async
 
 T = TypeVar("T")
 Answered = dict[int, tuple[ModelOutput, Step] | None]
@@ -126,7 +126,7 @@ class Model:
         name = getattr(function, "__name__", type(function).__name__)
 
         async def call() -> Any:
-            return await call_anyhow(function, *arguments, **named)
+            return await call_sync_or_async(function, *arguments, **named)
 
         return await self.recorded("tool", name, [arguments, named], call)
 

@@ -16,7 +16,7 @@ from headrace.errors import BudgetExceededError, ConfigError, HeadraceError, Inf
 from headrace.registry import load_object, resolve
 from headrace.rollout.messages import ToolSchema
 from headrace.rollout.model_client import Model
-from headrace.utils.threads import call_anyhow
+from headrace.utils.threads import call_sync_or_async
 
 _LONGEST = 20_000  # characters of an answer that the model is shown
 
@@ -48,7 +48,7 @@ def tool(function: Callable[..., Any]) -> Tool:
 
     async def call(given: dict[str, Any]) -> Any:
         checked = arguments.model_validate(given)
-        return await call_anyhow(function, **{key: getattr(checked, key) for key in arguments.model_fields})
+        return await call_sync_or_async(function, **{key: getattr(checked, key) for key in arguments.model_fields})
 
     return Tool(name, inspect.getdoc(function) or "", schema, call)
 

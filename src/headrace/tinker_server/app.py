@@ -21,7 +21,7 @@ from headrace.tinker_server.options import Refusal
 from headrace.tinker_server.sample import start_sample
 from headrace.tinker_server.service import Service
 from headrace.tinker_server.wire import read_json
-from headrace.utils.listening import JSON, PROTOBUF, Rules
+from headrace.utils.http_server import JSON, PROTOBUF, Rules
 
 log = logging.getLogger("headrace")
 

@@ -15,8 +15,8 @@ from contextlib import AbstractContextManager, contextmanager
 from headrace.tinker_server.app import Routes
 from headrace.tinker_server.options import ServeOptions
 from headrace.tinker_server.service import Service
+from headrace.utils.http_server import HttpServer, listen
 from headrace.utils.interrupts import on_interrupt
-from headrace.utils.listening import HttpServer, listen
 
 log = logging.getLogger("headrace")
 

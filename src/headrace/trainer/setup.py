@@ -58,7 +58,7 @@ from headrace.trainer.learner_step import Learner
 from headrace.trainer.recovery import Start, find_start, restore_loops
 from headrace.trainer.step_clock import StepClock
 from headrace.utils.deadline import end_user_tasks
-from headrace.utils.threads import in_own_thread
+from headrace.utils.threads import run_in_thread
 from headrace.utils.usercode import Abandoned, reporting_abandoned
 
 
@@ -256,7 +256,7 @@ async def open_run(
         held.enter_context(closing(trackers))
         trackers.message(f"loading {config.model.name} for the run in {folder}")
         values = held.enter_context(closing(StoredValues(folder / "store.sqlite")))
-        parts = await in_own_thread(assemble, config, given, values, report=trackers.progress)
+        parts = await run_in_thread(assemble, config, given, values, report=trackers.progress)
         held.push_async_callback(lambda: parts.backend.close())
         held.push_async_callback(close_gateway)
         held.push_async_callback(lambda: parts.engine.close())

@@ -22,10 +22,10 @@ from headrace.trainer.loops import TrainingLoops
 from headrace.trainer.setup import Given, Run, StopRequest, numerics_of, open_run
 from headrace.trainer.summary import summarize
 from headrace.utils import memory
+from headrace.utils.event_loop import run_loop
 from headrace.utils.interrupts import on_interrupt
 from headrace.utils.loopwatch import watched_loop
-from headrace.utils.running import run_loop
-from headrace.utils.threads import in_own_thread
+from headrace.utils.threads import run_in_thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class UnifiedTrainer:
         try:
             with on_interrupt(self._interrupted):
                 with working("loading the training backend"):
-                    numerics = await in_own_thread(numerics_of, self.config)
+                    numerics = await run_in_thread(numerics_of, self.config)
                 claiming = claim_run_dir(self._as_given, numerics, self._given.names())
                 with claiming as claim, closing(log_to_file(claim.folder)):
                     async with open_run(self.config, self._as_given, self._given, claim, self._stop) as run:

@@ -17,7 +17,7 @@ from weakref import WeakSet
 
 from headrace.errors import DeadlineError
 from headrace.utils import threads
-from headrace.utils.threads import call_anyhow
+from headrace.utils.threads import call_sync_or_async
 from headrace.utils.usercode import Overdue, escape_of, is_interrupt, line_of_task, note_abandoned
 
 T = TypeVar("T")
@@ -127,7 +127,7 @@ class Call:
 
 
 @contextmanager
-def own_limits() -> Iterator[None]:
+def deadline_paused() -> Iterator[None]:
     """Around work that has limits of its own, and queueing for it: the clock of the call around it stands still.
 
     Otherwise an answer that takes its judger long on purpose would be a failure of judging, which is not trained.
@@ -147,7 +147,7 @@ async def call_user(
     what: str, function: Callable[..., Any], *arguments: Any, limit_s: float | None = None, **named: Any
 ) -> Any:
     """What a user's function returns, plain (in a thread) or async."""
-    return await Call(what, limit_s).run(lambda: call_anyhow(function, *arguments, **named))
+    return await Call(what, limit_s).run(lambda: call_sync_or_async(function, *arguments, **named))
 
 
 async def end_task(task: asyncio.Task[Any], what: str, grace_s: float | None = None) -> None:

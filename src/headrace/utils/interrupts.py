@@ -21,7 +21,7 @@ INTERRUPTED = 130
 _owns_process = False
 
 
-def own_process() -> None:
+def take_over_signals() -> None:
     """For the command line, whose process is its own: a second signal ends it without waiting for anything."""
     global _owns_process
     with suppress(ValueError):  # not the main thread
@@ -89,15 +89,15 @@ def may_have_raised() -> bool:
     return is_main and signal.getsignal(signal.SIGINT) in (signal.default_int_handler, _raise, _abort)
 
 
-def leave_to_parent() -> None:
+def ignore_stop_signals() -> None:
     """In a child that its parent ends: listen to neither."""
     for number in STOP:
         signal.signal(number, signal.SIG_IGN)
 
 
 @contextmanager
-def held_back() -> Iterator[None]:
-    """A child that is started meanwhile gets neither before it has called `leave_to_parent`."""
+def stop_signals_blocked() -> Iterator[None]:
+    """A child that is started meanwhile gets neither before it has called `ignore_stop_signals`."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP)
     try:
         yield
@@ -125,7 +125,7 @@ def _abort(number: int, frame: FrameType | None) -> None:
     os._exit(INTERRUPTED)
 
 
-def leave(code: int) -> None:
+def exit_process(code: int) -> None:
     """End the process. After an interrupt without waiting for threads, which may be in the midst of anything."""
     for stream in (sys.stdout, sys.stderr):
         try:

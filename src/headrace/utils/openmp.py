@@ -16,12 +16,12 @@ SPINS = "2000"
 _POLICY, _SPINS = "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"
 
 
-def wait_briefly() -> None:
+def limit_spinning() -> None:
     """Set in the environment, unless the user has chosen. OpenMP reads it when torch loads, here and in children."""
     if _POLICY not in os.environ:
         os.environ.setdefault(_SPINS, SPINS)
 
 
-def as_given() -> dict[str, str]:
+def unchanged_environment() -> dict[str, str]:
     """The environment without that, for programs that are not Headrace's."""
     return {name: value for name, value in os.environ.items() if (name, value) != (_SPINS, SPINS)}

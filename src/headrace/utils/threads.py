@@ -126,13 +126,13 @@ class _ThreadCall:
             _threads.replace_one()
 
 
-async def in_own_thread(function: Callable[..., T], *arguments: Any, **named: Any) -> T:
+async def run_in_thread(function: Callable[..., T], *arguments: Any, **named: Any) -> T:
     """What a function of ours returns that takes long, as loading does. Once cancelled, nobody waits for its end."""
     call = functools.partial(contextvars.copy_context().run, function, *arguments, **named)
     return await asyncio.get_running_loop().run_in_executor(_threads, call)
 
 
-async def call_anyhow(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+async def call_sync_or_async(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     """What a function returns: a coroutine function is awaited, any other runs in a thread."""
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
         return await function(*arguments, **named)

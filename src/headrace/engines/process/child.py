@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from headrace.engines.process.wire import EngineOptions
-from headrace.utils.interrupts import held_back
+from headrace.utils.interrupts import stop_signals_blocked
 
 
 class Child(Protocol):
@@ -67,7 +67,7 @@ class ProcessChild:
     def __init__(self, options: EngineOptions, files: Sequence[int]) -> None:
         self.connection, theirs = socket.socketpair()
         inherited = (theirs.fileno(), *files)
-        with held_back():
+        with stop_signals_blocked():
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "headrace.engines.process.worker", *map(str, inherited)],
                 pass_fds=inherited,

@@ -20,7 +20,7 @@ from headrace.engines.torch.engine import TorchEngine
 from headrace.errors import EngineError, HeadraceError
 from headrace.models.causal import CausalModel, build_causal_model
 from headrace.models.load import load_model, load_tokenizer
-from headrace.utils.interrupts import leave_to_parent
+from headrace.utils.interrupts import ignore_stop_signals
 from headrace.utils.memory import keep_freed_memory
 from headrace.weights.digest import fingerprint
 from headrace.weights.shared_memory import BoundModels
@@ -137,7 +137,7 @@ async def _serve(connection: socket.socket, files: Sequence[int]) -> None:
 
 def main(connection: int, files: Sequence[int]) -> None:
     """Serve the learner at the other end of the socket."""
-    leave_to_parent()  # signals are for the learner, which may want to finish its step
+    ignore_stop_signals()  # signals are for the learner, which may want to finish its step
     asyncio.run(_serve(socket.socket(fileno=connection), files))
 
 

@@ -30,7 +30,7 @@ from headrace.rollout.gateway.session import Session
 from headrace.rollout.gateway.stream import EventStream
 from headrace.rollout.gateway.wire import Call, Dialect, Fields, Identity, Refusal, Reply, openai_error, parse_json
 from headrace.rollout.model_client import Model
-from headrace.utils.listening import HttpServer, Rules, listen
+from headrace.utils.http_server import HttpServer, Rules, listen
 
 log = logging.getLogger("headrace")
 

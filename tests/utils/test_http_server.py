@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from headrace.errors import ConfigError
-from headrace.utils.listening import HttpServer, Rules, listen
+from headrace.utils.http_server import HttpServer, Rules, listen
 
 CALLS: list[bytes] = []
 JSON = "Content-Type: application/json"

@@ -25,7 +25,7 @@ def run_loop(work: Callable[[], Coroutine[Any, Any, T]], stop: Callable[[], None
     `stop` is called, in the loop, at the first Ctrl-C, where the loop cannot listen to signals itself. Without it the
     first one cancels the work.
     """
-    return _Beside(work, stop).run() if _is_in_loop() else _run(work())
+    return _LoopInThread(work, stop).run() if _is_in_loop() else _run(work())
 
 
 def _is_in_loop() -> bool:
@@ -58,7 +58,7 @@ class _Loop(asyncio.SelectorEventLoop):
             log.warning("a callback of the event loop ended: %s", where_it_failed(error))
 
 
-class _Beside:
+class _LoopInThread:
     """A loop in a thread of its own, while the caller waits: its own loop cannot be entered a second time."""
 
     def __init__(self, work: Callable[[], Coroutine[Any, Any, T]], stop: Callable[[], None] | None) -> None:
