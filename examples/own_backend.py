@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from headrace.backends.base import Asked, Publication, Trained, refuse_changed
+from headrace.backends.base import Scorer, Trained, refuse_changed
 from headrace.backends.local import token_losses as losses
 from headrace.backends.local.backend import eos_token_ids
 from headrace.backends.local.engines import LocalEngine, new_engine
@@ -25,6 +25,7 @@ from headrace.models.causal import build_causal_model
 from headrace.models.load import load_model, load_tokenizer
 from headrace.models.modules import trained_parameters
 from headrace.tracking.metrics import MetricsAggregator
+from headrace.weights.base import SyncedWeights
 from headrace.weights.digest import fingerprint
 
 IGNORED = ["run.deterministic", "algorithm.value_head", "distill.refresh_every", "engine.name", "engine.threads"]
@@ -79,11 +80,11 @@ class OwnBackend:
     async def optim_step(self, lr: float, grad_scale: float) -> MetricsAggregator:
         return await to_thread(apply_gradient, self._optimizer, lr, grad_scale, self._config.optimizer.grad_clip)
 
-    async def compute_logprobs(self, batch: TrainBatch, of: Asked = "policy") -> list[list[float]]:
+    async def compute_logprobs(self, batch: TrainBatch, of: Scorer = "policy") -> list[list[float]]:
         return await to_thread(self._logprobs, batch, of)
 
     @torch.no_grad()
-    def _logprobs(self, batch: TrainBatch, of: Asked) -> list[list[float]]:
+    def _logprobs(self, batch: TrainBatch, of: Scorer) -> list[list[float]]:
         model = self._model
         if of == "reference":
             model = self._reference = self._reference or load_model(self._config.model)
@@ -102,9 +103,9 @@ class OwnBackend:
         self._teacher = self._teacher or await to_thread(Teacher, self._config, self.tokenizer, self._ends)
         return await to_thread(self._teacher.logprobs, steps)
 
-    async def publish(self, version: int) -> Publication:
+    async def publish(self, version: int) -> SyncedWeights:
         ours = await to_thread(fingerprint, self._weights)
-        return Publication.confirmed(version, ours, await self._engine.load_weights(version))
+        return SyncedWeights.confirmed(version, ours, await self._engine.load_weights(version))
 
     async def save(self, folder: Path) -> None:
         await to_thread(save_state, folder, self._model, self._optimizer)

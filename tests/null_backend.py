@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from fakes import CharTokenizer, effective_config
 from headrace import registry
-from headrace.backends.base import Asked, Publication, Trained
+from headrace.backends.base import Scorer, Trained
 from headrace.config import AlgorithmSection, RunConfig
 from headrace.data.episode import FinishReason, Step
 from headrace.data.sample import NO_VERSION, Sample, TrainBatch
@@ -29,6 +29,7 @@ from headrace.rollout.model_client import Model
 from headrace.tracking.metrics import MetricsAggregator, Reducer
 from headrace.trainer.callbacks import Callback
 from headrace.trainer.trainer import RunResult, UnifiedTrainer
+from headrace.weights.base import SyncedWeights
 from virtual_time import run_virtual
 
 T = TypeVar("T")
@@ -204,7 +205,7 @@ class NullBackend:
         self._accumulated, self._stepped = [], True
         return MetricsAggregator()
 
-    async def compute_logprobs(self, batch: TrainBatch, of: Asked = "policy") -> list[list[float]]:
+    async def compute_logprobs(self, batch: TrainBatch, of: Scorer = "policy") -> list[list[float]]:
         self.scored += len(batch.samples)
         weights = self.weights if of == "policy" else 0.0
         return [[logprob(token, weights) for token in sample.tokens[1:]] for sample in batch.samples]
@@ -215,14 +216,14 @@ class NullBackend:
     async def teacher_logprobs(self, steps: Sequence[Step]) -> list[list[float]]:
         return [[logprob(token, 0.0) for token in step.response_ids] for step in steps]
 
-    async def publish(self, version: int) -> Publication:
+    async def publish(self, version: int) -> SyncedWeights:
         self._require(not self._accumulated, "publish came between forward_backward and optim_step")
         self._require(self._stepped, "weights were published that had not changed")
         expected = self.publications[-1] + 1 if self.publications else version
         self._require(version == expected, f"version {version} was published, and not {expected}")
         self._stepped = False
         self.publications.append(version)
-        return Publication(version, await self.engine.load_weights(version, self.weights))
+        return SyncedWeights(version, await self.engine.load_weights(version, self.weights))
 
     async def save(self, folder: Path) -> None:
         self._require(not self._accumulated, "save came in the middle of a step")

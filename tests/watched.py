@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from fakes import effective_config
 from headrace import registry
 from headrace.algorithms.batching import pack
-from headrace.backends.base import Asked, Publication, Trained
+from headrace.backends.base import Scorer, Trained
 from headrace.backends.local.backend import LocalBackend
 from headrace.config import AlgorithmSection, RunConfig
 from headrace.config.loading import build_config
@@ -28,6 +28,7 @@ from headrace.rollout.agent_loop import AgentLoop
 from headrace.rollout.chat import ChatTemplate
 from headrace.rollout.model_client import Model
 from headrace.trainer.trainer import RunResult, UnifiedTrainer
+from headrace.weights.base import SyncedWeights
 
 FLOAT64: dict[str, Any] = {"model": {"dtype": "float64"}}
 QUIET: dict[str, Any] = {"track": {"trackers": ["jsonl"], "plot": False}, "eval": {"before": False, "after": False}}
@@ -51,7 +52,7 @@ class WatchedBackend(LocalBackend):
         self.batches.append((batch, algorithm))
         return await super().forward_backward(batch, algorithm)
 
-    async def compute_logprobs(self, batch: TrainBatch, of: Asked = "policy") -> list[list[float]]:
+    async def compute_logprobs(self, batch: TrainBatch, of: Scorer = "policy") -> list[list[float]]:
         if of == "reference":
             self.referenced.append(batch.samples)
         return await super().compute_logprobs(batch, of)
@@ -63,7 +64,7 @@ class WatchedBackend(LocalBackend):
         self.teachers.append((id(self._teacher), snapshot(self._teacher.hf_model)))
         return found
 
-    async def publish(self, version: int) -> Publication:
+    async def publish(self, version: int) -> SyncedWeights:
         self.published[version] = snapshot(self.hf_model)
         return await super().publish(version)
 

@@ -47,8 +47,8 @@ class BackendError(HeadraceError, RuntimeError):
     """The training backend failed or was asked for what it cannot do."""
 
 
-class PublicationError(BackendError):
-    """The engine does not hold the weights that it was given."""
+class WeightSyncError(BackendError):
+    """The engine does not decode with the weights that were sent to it."""
 
 
 class CheckpointError(BackendError):

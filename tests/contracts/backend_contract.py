@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from headrace.algorithms.batching import grad_scale, pack
-from headrace.backends.base import Asked, Backend, Snapshots, Trained
+from headrace.backends.base import Backend, Scorer, Snapshots, Trained
 from headrace.config import AlgorithmSection, RunConfig
 from headrace.data.sample import Sample
 from headrace.engines.base import SamplingParams
-from headrace.errors import BackendError, DivergedError, PublicationError
+from headrace.errors import BackendError, DivergedError, WeightSyncError
 
 REINFORCE_LIKE = AlgorithmSection(loss="ppo_clip", clip_low=10.0, clip_high=10.0)
 IMITATE = AlgorithmSection(loss="cross_entropy")
@@ -58,7 +58,7 @@ class BackendContract:
     def samples(self, backend: Backend, count: int = 8, seed: int = 0) -> list[Sample]:
         return random_samples(count, min(90, len(backend.tokenizer)), seed)
 
-    async def logprobs(self, backend: Backend, samples: list[Sample], of: Asked = "policy") -> list[float]:
+    async def logprobs(self, backend: Backend, samples: list[Sample], of: Scorer = "policy") -> list[float]:
         found = await backend.compute_logprobs(pack(samples, IMITATE, 64), of)
         return [value for row in found for value in row]
 
@@ -282,7 +282,7 @@ class BackendContract:
             return before.fingerprint
 
         monkeypatch.setattr(engine, "load_weights", lose_weights)
-        with pytest.raises(PublicationError, match="version 2 did not arrive"):
+        with pytest.raises(WeightSyncError, match="version 2 did not arrive"):
             await backend.publish(2)
         await engine.close()
         await backend.close()

@@ -15,7 +15,7 @@ from headrace.backends.local.backend import LocalBackend
 from headrace.config.loading import build_config
 from headrace.engines.base import SamplingParams
 from headrace.engines.process.engine import ProcessEngine
-from headrace.errors import ConfigError, PublicationError
+from headrace.errors import ConfigError, WeightSyncError
 from headrace.weights.shared_memory import SharedWeights
 
 SEPARATE = {"trainer": {"placement": "separate"}}
@@ -43,7 +43,7 @@ async def test_a_publication_that_does_not_arrive_stops_the_run(monkeypatch: pyt
     monkeypatch.setattr(SharedWeights, "write", lambda self, buffer: None)
     with torch.no_grad():
         next(backend.hf_model.parameters()).view(-1)[5] += 1e-3
-    with pytest.raises(PublicationError, match=rf"version 2 did not arrive.*{backend.fingerprint()}"):
+    with pytest.raises(WeightSyncError, match=rf"version 2 did not arrive.*{backend.fingerprint()}"):
         await soon(backend.publish(2))
     await engine.close()
     await backend.close()
@@ -56,7 +56,7 @@ async def test_a_shared_engine_that_decodes_with_a_stale_copy_is_found_out() -> 
     await soon(backend.publish(1))
     weight = backend.hf_model.model.layers[0].self_attn.q_proj.weight
     weight.data = weight.data + 1e-3
-    with pytest.raises(PublicationError, match="version 2 did not arrive"):
+    with pytest.raises(WeightSyncError, match="version 2 did not arrive"):
         await soon(backend.publish(2))
     await engine.close()
     await backend.close()

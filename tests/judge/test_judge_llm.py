@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from fakes import CharTokenizer, FakeEngine, bundled_tokenizer, char_chat, examples
 from headrace import registry
-from headrace.backends.base import Publication
 from headrace.config import RunConfig
 from headrace.config.loading import build_config
 from headrace.data.episode import Episode, Step, Trajectory
@@ -28,6 +27,7 @@ from headrace.rollout.agent_loop import AgentLoop, close_all
 from headrace.rollout.chat import ChatTemplate
 from headrace.rollout.model_client import Model
 from headrace.rollout.workflow import single_turn
+from headrace.weights.base import SyncedWeights
 from http_server import Answer, Asked, completion, serving
 
 TASK = Task("1", instruction="Capital of France?", answer="Paris")
@@ -247,8 +247,8 @@ class Critic:
     def create_engine(self) -> FakeEngine:
         return FakeEngine(lambda seed: "SCORE: 7")
 
-    async def publish(self, version: int) -> Publication:
-        return Publication(version, "0" * 16)
+    async def publish(self, version: int) -> SyncedWeights:
+        return SyncedWeights(version, "0" * 16)
 
     async def close(self) -> None: ...
 

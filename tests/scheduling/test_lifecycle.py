@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fakes import episode, examples
-from headrace.backends.base import Publication
 from headrace.config import FilterSection, LedgerSection, ProduceSection, RolloutSection, RunConfig, TrainerSection
 from headrace.data.sampler import TaskSampler
 from headrace.data.task import Task
@@ -21,6 +20,7 @@ from headrace.scheduling.buffer import FinishedGroup, TrajectoryGroupBuffer
 from headrace.scheduling.coordinator import SyncCoordinator
 from headrace.scheduling.lifecycle import GroupLifecycle, LiveGroup
 from headrace.scheduling.staleness import Count, Drop, StalenessPolicy
+from headrace.weights.base import SyncedWeights
 
 SIZE = 2
 TASKS = [Task(id=f"task {number}", instruction="?") for number in range(50)]
@@ -77,7 +77,7 @@ class Life:
         return self.finish(self.started(), 1.0, 0.0)
 
     def train(self, groups: list[FinishedGroup], step: int = 0) -> None:
-        synced = Publication(self.coordinator.version + 1, "digest")
+        synced = SyncedWeights(self.coordinator.version + 1, "digest")
         self.lifecycle.trained(groups, [], step, 1, synced)
 
     @property

@@ -9,7 +9,6 @@ import pytest
 
 from fakes import CharTokenizer, FakeEngine
 from headrace import registry
-from headrace.backends.base import Publication
 from headrace.config import RunConfig
 from headrace.config.loading import build_config
 from headrace.config.rules import resolve_objective
@@ -17,6 +16,7 @@ from headrace.errors import ConfigError, DataError
 from headrace.evaluation.evaluate import evaluate_run
 from headrace.evaluation.setup import assemble_evaluation
 from headrace.trainer.setup import Given, assemble
+from headrace.weights.base import SyncedWeights
 
 
 class FakeBackend:
@@ -35,8 +35,8 @@ class FakeBackend:
     def create_engine(self) -> FakeEngine:
         return FakeEngine()
 
-    async def publish(self, version: int) -> Publication:
-        return Publication(version, "0" * 16)
+    async def publish(self, version: int) -> SyncedWeights:
+        return SyncedWeights(version, "0" * 16)
 
     async def close(self) -> None: ...
 

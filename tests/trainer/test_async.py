@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from headrace import Callback, Model, Task, UnifiedTrainer
 from headrace.config.loading import build_config
 from headrace.engines.request import Request
-from headrace.errors import PublicationError
+from headrace.errors import WeightSyncError
 from headrace.run.checkpoint import list_checkpoints
 from headrace.trainer.trainer import RunResult
 
@@ -140,7 +140,7 @@ def test_weights_that_do_not_arrive_end_the_run(tmp_path: Path, monkeypatch: pyt
         return "0" * 16
 
     monkeypatch.setattr(TorchEngine, "load_weights", other_weights)
-    with pytest.raises(PublicationError, match="fingerprint"):
+    with pytest.raises(WeightSyncError, match="fingerprint"):
         train(tmp_path, varied)
 
 
@@ -153,7 +153,7 @@ def test_a_sampler_that_differs_from_the_learner_at_the_same_version_ends_the_ru
         take(request, tokens, [value - 1.0 for value in logprobs], *others)
 
     monkeypatch.setattr(Request, "take", skewed)
-    with pytest.raises(PublicationError, match=r"differ by 1 on average .* alarm\.stop_drift 0\.5"):
+    with pytest.raises(WeightSyncError, match=r"differ by 1 on average .* alarm\.stop_drift 0\.5"):
         train(tmp_path, varied)
 
 

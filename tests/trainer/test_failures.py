@@ -25,7 +25,7 @@ from headrace.config import AlgorithmSection, RoleSection, RunConfig
 from headrace.data.sampler import TaskSampler
 from headrace.data.task import Task
 from headrace.engines.base import EngineHealth
-from headrace.errors import BackendError, DataError, EngineError, HeadraceError, PublicationError, WorkflowError
+from headrace.errors import BackendError, DataError, EngineError, HeadraceError, WeightSyncError, WorkflowError
 from headrace.judge.base import Judger, Verdict
 from headrace.rollout.model_client import Model
 from headrace.scheduling.buffer import TrajectoryGroupBuffer
@@ -190,8 +190,8 @@ def test_a_learner_that_cannot_measure_old_rows_ends_the_run(tmp_path: Path, mon
 def test_weights_that_cannot_be_published_at_the_start_end_the_run(
     tmp_path: Path, schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    break_method(monkeypatch, NullBackend, "publish", error=PublicationError("they did not arrive"))
-    with pytest.raises(PublicationError, match="they did not arrive"):
+    break_method(monkeypatch, NullBackend, "publish", error=WeightSyncError("they did not arrive"))
+    with pytest.raises(WeightSyncError, match="they did not arrive"):
         failing_run(tmp_path, schedule)
 
 
@@ -213,7 +213,7 @@ def test_a_sampler_that_samples_from_other_weights_ends_the_run(
     works, learns = NullEngine.generate, NullBackend._trained_logprobs
     monkeypatch.setattr(NullEngine, "generate", generate)
     monkeypatch.setattr(NullBackend, "_trained_logprobs", learn)
-    with pytest.raises(PublicationError, match="differ by 1 on average on tokens of the same version"):
+    with pytest.raises(WeightSyncError, match="differ by 1 on average on tokens of the same version"):
         failing_run(tmp_path, schedule, null=Null(checks=False))
 
 

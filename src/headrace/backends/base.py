@@ -13,28 +13,12 @@ from headrace.config import AlgorithmSection, RunConfig
 from headrace.data.episode import Step
 from headrace.data.sample import TrainBatch
 from headrace.engines.base import RolloutEngine
-from headrace.errors import ConfigError, PublicationError
+from headrace.errors import ConfigError
 from headrace.tracking.metrics import MetricsAggregator
+from headrace.weights.base import SyncedWeights
 
-Asked = Literal["policy", "reference"]
-
-
-@dataclass(frozen=True, slots=True)
-class Publication:
-    """Weights handed to the engine: their version and a fingerprint of their content."""
-
-    version: int
-    fingerprint: str
-
-    @classmethod
-    def confirmed(cls, version: int, ours: str, theirs: str) -> Publication:
-        """A publication that arrived: the learner's fingerprint is that of what the engine decodes with."""
-        if theirs != ours:
-            raise PublicationError(
-                f"version {version} did not arrive: the learner's weights have the fingerprint {ours}, the engine "
-                f"decodes with {theirs}; go on from the last checkpoint, and report it if it happens again"
-            )
-        return cls(version, ours)
+Scorer = Literal["policy", "reference"]
+"""Which model scores rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +59,7 @@ class Backend(Protocol):
         """Multiply the accumulated gradient with `grad_scale`, clip it, apply it, and forget it."""
         ...
 
-    async def compute_logprobs(self, batch: TrainBatch, of: Asked = "policy") -> list[list[float]]:
+    async def compute_logprobs(self, batch: TrainBatch, of: Scorer = "policy") -> list[list[float]]:
         """Per sample, the log-probability of every target at the sample's temperature.
 
         Under the current weights, or under the reference: the policy as the run began.
@@ -90,8 +74,8 @@ class Backend(Protocol):
         """Per step, the teacher's log-probability of every response token."""
         ...
 
-    async def publish(self, version: int) -> Publication:
-        """Hand the current weights to the engine as `version`; raise PublicationError if it answers with others."""
+    async def publish(self, version: int) -> SyncedWeights:
+        """Hand the current weights to the engine as `version`; raise WeightSyncError if it answers with others."""
         ...
 
     async def save(self, folder: Path) -> None:

@@ -25,8 +25,8 @@ from headrace.run.agreement import reconcile, with_excerpt
 from headrace.run.checkpoint import TrainerState
 
 if TYPE_CHECKING:
-    from headrace.backends.base import Publication
     from headrace.scheduling.buffer import FinishedGroup
+    from headrace.weights.base import SyncedWeights
 
 _NOTHING_TO_TRAIN = "the batch held nothing to train"
 
@@ -246,7 +246,7 @@ class RunJournal:
             assert self._ledger is not None
             self._ledger.decided(finished.group_id, GroupState.TRAINED, step=step, trained=finished.kept)
 
-    def trained(self, step: int, steps: int, publication: Publication) -> None:
+    def trained(self, step: int, steps: int, publication: SyncedWeights) -> None:
         """So many optimizer steps were made on the batch of `step`, and the weights were published."""
         if self._ledger:
             self._ledger.committed(step, steps)

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from headrace.backends.base import Publication
 from headrace.config import RunConfig
 from headrace.data.episode import Episode
 from headrace.data.sample import TrainBatch
@@ -30,6 +29,7 @@ from headrace.scheduling.buffer import FinishedGroup, TrajectoryGroupBuffer
 from headrace.scheduling.coordinator import SyncCoordinator
 from headrace.scheduling.durations import GroupDurations
 from headrace.tracking.metrics import MetricsAggregator
+from headrace.weights.base import SyncedWeights
 
 
 class Changes:
@@ -218,7 +218,12 @@ class GroupLifecycle:
         await self._journal.training(step, self._coordinator.version, pieces, again, batches)
 
     def trained(
-        self, fresh: Sequence[FinishedGroup], again: Sequence[FinishedGroup], step: int, made: int, synced: Publication
+        self,
+        fresh: Sequence[FinishedGroup],
+        again: Sequence[FinishedGroup],
+        step: int,
+        made: int,
+        synced: SyncedWeights,
     ) -> None:
         """`made` optimizer steps after `step` were made on a batch, and the engine has the weights."""
         self._coordinator.settled(trained=sum(finished.kept for finished in fresh))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 
 from headrace.config import RunConfig
-from headrace.errors import PublicationError
+from headrace.errors import WeightSyncError
 
 
 class Alarms:
@@ -66,7 +66,7 @@ class Alarms:
             f"(log-probability)"
         )
         if drift > self._limits.stop_drift:
-            raise PublicationError(
+            raise WeightSyncError(
                 f"{found}, above alarm.stop_drift {self._limits.stop_drift:g}: the engine does not sample from the "
                 f"weights that were published; restart it, or raise the limit if the two are known to compute "
                 f"differently"

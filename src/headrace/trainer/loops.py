@@ -13,7 +13,6 @@ from collections.abc import Coroutine
 from contextlib import aclosing
 from typing import Any
 
-from headrace.backends.base import Publication
 from headrace.config import RunConfig
 from headrace.errors import DataError, EngineError
 from headrace.run.checkpoint import list_checkpoints, step_of
@@ -23,6 +22,7 @@ from headrace.tracking.metrics import Reducer
 from headrace.trainer.recovery import learn_recorded, other_weights
 from headrace.trainer.setup import Run, batches_left
 from headrace.utils import memory
+from headrace.weights.base import SyncedWeights
 
 
 class TrainingLoops:
@@ -150,7 +150,7 @@ class TrainingLoops:
 
     async def _update(
         self, fresh: list[FinishedGroup], again: list[FinishedGroup], releases_cache: bool | None = None
-    ) -> Publication:
+    ) -> SyncedWeights:
         """Change the weights and sync them to the engine."""
         run, before, trainer = self._run, self.step, self.config.trainer
         shares = run.engine.shares_weights

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from headrace.backends.base import Asked, Publication, Trained
+from headrace.backends.base import Scorer, Trained
 from headrace.backends.local.engines import LocalEngine, check_threads, learner_threads, new_engine, takes_turns
 from headrace.backends.local.frozen import FrozenModel, score_rows
 from headrace.backends.local.numerics import numerics
@@ -53,6 +53,7 @@ from headrace.models.tensor_threads import TensorThread
 from headrace.registry import names, nearest
 from headrace.tracking.metrics import MetricsAggregator
 from headrace.utils.memory import keep_freed_memory
+from headrace.weights.base import SyncedWeights
 from headrace.weights.digest import fingerprint
 
 T = TypeVar("T")
@@ -123,7 +124,7 @@ class LocalBackend:
         clip = self._config.optimizer.grad_clip
         return await self._on_worker(lambda: apply_gradient(self.optimizer, lr, grad_scale, clip))
 
-    async def compute_logprobs(self, batch: TrainBatch, of: Asked = "policy") -> list[list[float]]:
+    async def compute_logprobs(self, batch: TrainBatch, of: Scorer = "policy") -> list[list[float]]:
         return await self._on_worker(lambda: self._logprobs(batch, of))
 
     async def compute_values(self, batch: TrainBatch) -> list[list[float]]:
@@ -132,14 +133,14 @@ class LocalBackend:
     async def teacher_logprobs(self, steps: Sequence[Step]) -> list[list[float]]:
         return await self._on_worker(lambda: self._the_teacher().logprobs(steps))
 
-    async def publish(self, version: int) -> Publication:
+    async def publish(self, version: int) -> SyncedWeights:
         if self._engine is None:
             raise BackendError("publish was called before create_engine; there is no one to hand weights to")
         every = self._config.distill.refresh_every
         if every and version and version % every == 0:
             await self._on_worker(lambda: self._the_teacher().copy_from(self._trained_weights()))
         ours, theirs = await asyncio.gather(asyncio.to_thread(self.fingerprint), self._hand_over(self._engine, version))
-        return Publication.confirmed(version, ours, theirs)
+        return SyncedWeights.confirmed(version, ours, theirs)
 
     async def _hand_over(self, engine: LocalEngine, version: int) -> str:
         staged = await self._on_worker(engine.stage) if isinstance(engine, ProcessEngine) else None
@@ -192,7 +193,7 @@ class LocalBackend:
                 found[index] = tuple(part.tolist())
         return Trained(metrics, tuple(found), frozenset(rejected))
 
-    def _logprobs(self, batch: TrainBatch, of: Asked) -> list[list[float]]:
+    def _logprobs(self, batch: TrainBatch, of: Scorer) -> list[list[float]]:
         rows = [sample.tokens for sample in batch.samples]
         heat = [sample.temperature for sample in batch.samples]
         limits = (batch.micro_batches, self._config.backend.logits_chunk)

@@ -21,7 +21,7 @@ import tinker
 from tinker import types
 from torch import Tensor
 
-from headrace.backends.base import Asked, Publication, Trained
+from headrace.backends.base import Scorer, Trained
 from headrace.backends.local.token_losses import require_trainable
 from headrace.backends.tinker.builtin import BuiltIn, find_builtin, likely_scale
 from headrace.backends.tinker.check import check_config
@@ -50,6 +50,7 @@ from headrace.engines.base import SamplingParams
 from headrace.errors import BackendError, ConfigError, DataError, DivergedError, boundary
 from headrace.models.load import load_tokenizer
 from headrace.tracking.metrics import MetricsAggregator, Reducer
+from headrace.weights.base import SyncedWeights
 
 log = logging.getLogger("headrace")
 
@@ -143,7 +144,7 @@ class TinkerBackend:
         self._lineage = _digest(self._lineage, lr, grad_scale, *(row.digest() for row in rows))
         return _optim_metrics(found, lr)
 
-    async def compute_logprobs(self, batch: TrainBatch, of: Asked = "policy") -> list[list[float]]:
+    async def compute_logprobs(self, batch: TrainBatch, of: Scorer = "policy") -> list[list[float]]:
         if of == "reference":
             _require_plain(batch.samples, "a reference")
             client = await self._the_reference()
@@ -202,14 +203,14 @@ class TinkerBackend:
 
     # ---- weights --------------------------------------------------------------------------------------------------
 
-    async def publish(self, version: int) -> Publication:
+    async def publish(self, version: int) -> SyncedWeights:
         if self._engine is None:
             raise BackendError("publish was called before create_engine; there is no one to hand weights to")
         every = self._config.distill.refresh_every
         if every and version and version % every == 0:
             path = await self._keep(f"teacher-{version}")
             await self._teach_from(path)
-        return Publication.confirmed(version, self._lineage, await self._engine.load_weights(version))
+        return SyncedWeights.confirmed(version, self._lineage, await self._engine.load_weights(version))
 
     async def _serve(self) -> Served:
         """A sampling client of the weights as they are; the same one as long as they are the same."""
