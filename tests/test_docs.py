@@ -14,7 +14,7 @@ import pytest
 from pydantic import BaseModel
 
 from headrace import registry
-from headrace.algorithms import overview as capabilities
+from headrace.algorithms import overview
 from headrace.cli.main import app
 from headrace.config.loading import build_config, field_paths, load_config
 from headrace.config.rules import check_settings
@@ -230,8 +230,8 @@ def rows(text: str) -> Iterator[list[str]]:
             yield [cell.strip() for cell in line.strip("|").split(" | ")]
 
 
-@pytest.mark.parametrize("entry", capabilities.algorithms(), ids=lambda entry: f"{entry.kind}-{entry.name}")
-def test_every_algorithm_is_documented(entry: capabilities.Algorithm) -> None:
+@pytest.mark.parametrize("entry", overview.algorithms(), ids=lambda entry: f"{entry.kind}-{entry.name}")
+def test_every_algorithm_is_documented(entry: overview.Algorithm) -> None:
     text = section("algorithms.md", SECTIONS[entry.kind])
     titles = [line.lstrip("# ") for line in text.splitlines() if line.startswith("#")]
     documented = {

@@ -13,10 +13,20 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from headrace.errors import ConfigError, MissingExtraError, install_line
 from headrace.utils.usercode import contained
+
+if TYPE_CHECKING:
+    from headrace.algorithms.facts import (
+        BackendFacts,
+        CorrectionFacts,
+        EstimatorFacts,
+        KlFacts,
+        LossFacts,
+        ObjectiveFacts,
+    )
 
 _BUILTIN: dict[str, dict[str, str]] = {
     "backend": {
@@ -126,6 +136,8 @@ _EXTRA_OF_PACKAGE = {
     "tinker": "tinker",
 }
 
+_FACTS = "headrace.algorithms.facts"
+
 _registered: dict[tuple[str, str], Any] = {}
 
 
@@ -162,6 +174,52 @@ def resolve(kind: str, name: str) -> Any:
         f'unknown {kind} "{name}"{nearest(name, names(kind))}; known: {", ".join(names(kind))}, '
         f'or your own as "module:object"'
     )
+
+
+@overload
+def facts(kind: Literal["estimator"], name: str) -> EstimatorFacts: ...
+@overload
+def facts(kind: Literal["loss"], name: str) -> LossFacts: ...
+@overload
+def facts(kind: Literal["correction"], name: str) -> CorrectionFacts: ...
+@overload
+def facts(kind: Literal["kl"], name: str) -> KlFacts: ...
+@overload
+def facts(kind: Literal["objective"], name: str) -> ObjectiveFacts: ...
+@overload
+def facts(kind: Literal["backend"], name: str) -> BackendFacts: ...
+def facts(kind: str, name: str) -> Any:
+    """What is declared of an algorithm, in `algorithms/facts.py` or by the object itself.
+
+    Nothing is imported for it: an object whose module is not loaded yet counts as one that declares nothing.
+    """
+    declared = importlib.import_module(_FACTS)  # by name: it is a layer above, and imports nothing itself
+    if (kind, name) not in _registered:
+        ours = next((ours for ours, path in _BUILTIN.get(kind, {}).items() if path == name), name)
+        if ours in declared.FACTS[kind]:
+            return declared.FACTS[kind][ours]
+    return getattr(_loaded(kind, name), "facts", None) or declared.UNDECLARED[kind]
+
+
+def is_loaded(kind: str, name: str) -> bool:
+    """Whether what `name` stands for is Headrace's own, or of a module that is loaded: its facts are known."""
+    return name in _BUILTIN[kind] or _loaded(kind, name) is not None
+
+
+def _loaded(kind: str, name: str) -> Any:
+    """The object that `name` stands for, if its module is loaded; else None."""
+    target = _registered.get((kind, name), name)
+    if target == name and ":" not in name:
+        target = next((point.value for point in entry_points(group=f"headrace.{kind}", name=name)), name)
+    if not isinstance(target, str):
+        return target
+    module_name, _, attribute = target.rpartition(":")
+    if module_name.endswith(".py"):
+        module_name = _module_name(Path(module_name))
+    found: Any = sys.modules.get(module_name)
+    for part in attribute.split("."):
+        found = getattr(found, part, None)
+    return found
 
 
 def call_with(target: Callable[..., Any], args: Mapping[str, Any], what: str) -> Any:
@@ -246,11 +304,15 @@ def _import(module_name: str) -> Any:
         raise
 
 
+def _module_name(path: Path) -> str:
+    return f"headrace_user_{path.stem}"
+
+
 def _load_file(path: Path) -> Any:
     path = path.resolve()
     if not path.is_file():
         raise ConfigError(f"there is no file {path}")
-    name = f"headrace_user_{path.stem}"
+    name = _module_name(path)
     if name in sys.modules and getattr(sys.modules[name], "__file__", None) == str(path):
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)

@@ -23,7 +23,6 @@ from headrace.algorithms.advantages.estimators import (
     constant,
     group_relative,
     grpo,
-    is_group_relative,
     maxrl,
     opo,
     pkpo,
@@ -35,7 +34,7 @@ from headrace.algorithms.advantages.estimators import (
 from headrace.config import AlgorithmSection, RoleSection
 from headrace.data.episode import Trajectory, TrajectoryGroup
 from headrace.errors import DataError
-from headrace.registry import register
+from headrace.registry import facts, register
 
 PLAIN = AlgorithmSection()
 
@@ -429,8 +428,9 @@ def test_the_function_of_a_user_is_not_group_relative_unless_marked() -> None:
     def own(groups: Sequence[GroupRewards], algorithm: AlgorithmSection) -> list[list[float]]:
         return [list(group.rewards) for group in groups]
 
-    assert not is_group_relative(own)
-    assert group_relative(own) is own and is_group_relative(own)
+    register("estimator", "unmarked", own)
+    assert not facts("estimator", "unmarked").group_relative
+    assert group_relative(own) is own and facts("estimator", "unmarked").group_relative
 
 
 # ---- assigning: groups of one, roles, own estimators -----------------------------------------------------------------

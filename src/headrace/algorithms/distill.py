@@ -10,6 +10,7 @@ from headrace.algorithms.advantages.estimators import GroupRewards
 from headrace.config import AlgorithmSection, DistillSection
 from headrace.data.episode import Step, TrajectoryGroup
 from headrace.errors import DataError
+from headrace.registry import facts
 
 
 def from_teacher(groups: Sequence[GroupRewards], algorithm: AlgorithmSection) -> list[list[float]]:
@@ -19,7 +20,7 @@ def from_teacher(groups: Sequence[GroupRewards], algorithm: AlgorithmSection) ->
 
 def is_distilled(group: TrajectoryGroup, algorithm: AlgorithmSection) -> bool:
     """Whether the group's role is distilled, or a workflow gave its Steps a teacher's prompt."""
-    return algorithm.for_role(group.name).estimator == "distill" or any(
+    return facts("estimator", algorithm.for_role(group.name).estimator).needs_teacher or any(
         step.teacher_messages is not None for trajectory in group.trajectories for step in trajectory.steps
     )
 

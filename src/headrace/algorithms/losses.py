@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from headrace.config import AlgorithmSection, CorrectionSection
 from headrace.errors import ConfigError
+from headrace.registry import facts
 
 LOG_RATIO_BOUND = 40.0
 """A log-ratio above this counts as this, and its gradient is 0. In float32 e^89 is inf, and a gradient norm squares
@@ -199,10 +200,6 @@ def kl_penalty(kind: Literal["k1", "k2", "k3", "abs"], logprobs_M: Tensor, refer
             return distance_M.abs()
 
 
-REJECTING = ("sequence_mask", "veto")
-"""Corrections that take whole rows out of the step: out of the loss and out of its normaliser."""
-
-
 def correction_weights(
     correction: CorrectionSection, old_logprobs_M: Tensor, sampler_logprobs_M: Tensor, row_M: Tensor, rows: int
 ) -> tuple[Tensor, LossMetrics]:
@@ -212,7 +209,7 @@ def correction_weights(
         return torch.ones_like(log_ratio_M), {}
     weights_M = _CORRECTIONS[correction.name](correction, log_ratio_M, row_M, rows)
     metrics = {"policy/correction_mean": weights_M}
-    if correction.name != "tis":  # the one that masks nothing
+    if facts("correction", correction.name).masks:
         metrics["policy/masked_fraction"] = (weights_M == 0).float()
     return weights_M, metrics
 

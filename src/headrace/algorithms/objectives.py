@@ -15,13 +15,13 @@ from headrace.algorithms.batching import grad_scale, pack, split, to_samples
 from headrace.algorithms.distill import is_distilled, with_teacher
 from headrace.algorithms.preference import form_pairs
 from headrace.config import AlgorithmSection, RunConfig
-from headrace.config.conditions import chosen
-from headrace.config.rules import ONE_GROUP
+from headrace.config.conditions import asks_teacher, group_by_group
 from headrace.data.episode import Trajectory, TrajectoryGroup
 from headrace.data.sample import NO_VERSION, Sample, TrainBatch, merge_steps
 from headrace.data.sampler import TaskSampler
 from headrace.data.task import load_tasks
 from headrace.errors import BackendError, ConfigError
+from headrace.registry import facts
 from headrace.tracking.metrics import MetricsAggregator, Reducer
 from headrace.utils.usercode import contained
 
@@ -154,7 +154,8 @@ class AdvantageObjective:
         return not own and not is_distilled(group, self._algorithm)
 
     def _is_valued(self, group: TrajectoryGroup) -> bool:
-        return self._algorithm.for_role(group.name).estimator == "gae" and self._is_rewarded(group)
+        estimator = facts("estimator", self._algorithm.for_role(group.name).estimator)
+        return estimator.needs_value_head and self._is_rewarded(group)
 
     async def _with_teacher(self, groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
         if not groups:
@@ -270,15 +271,12 @@ class PreferenceObjective:
 
 
 def _streams(config: RunConfig) -> bool:
-    """Whether pieces of a batch come to the same as the whole of it."""
-    estimators = chosen(config.algorithm, "estimator")
-    if config.algorithm.use_precomputed_advantage:  # which warns once for a whole batch
+    """Whether the pieces of a batch give the same result as the complete batch."""
+    if config.algorithm.use_precomputed_advantage:  # which warns once for a complete batch
         return False
-    if (
-        config.run.deterministic and "distill" in estimators
-    ):  # a teacher's scores depend, in the last bit, on the pieces
+    if config.run.deterministic and asks_teacher(config.algorithm):  # its scores depend, in the last bit, on the pieces
         return False
-    return estimators <= ONE_GROUP
+    return group_by_group(config.algorithm)
 
 
 def demonstration_sampler(config: RunConfig) -> TaskSampler | None:

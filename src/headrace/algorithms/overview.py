@@ -1,47 +1,27 @@
-"""What there is to choose from, in one line each, and which backends can do it. Reads docstrings, imports nothing."""
+"""What there is to choose from: every algorithm in one line, and what is declared about it. Imports no algorithm."""
 
 from __future__ import annotations
 
 import ast
 import importlib.util
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
 
-from headrace.config import CorrectionSection, FilterSection, KlSection
+from headrace.algorithms.facts import (
+    BACKENDS,
+    CORRECTIONS,
+    ESTIMATORS,
+    FACTS,
+    KLS,
+    LOSSES,
+    OBJECTIVES,
+    EstimatorFacts,
+    Facts,
+    LossFacts,
+)
+from headrace.config import FilterSection
 from headrace.registry import builtin
-
-# Per backend and kind: the names it supports, or None for all. A backend that is not here has not been tried.
-SUPPORT: dict[str, dict[str, frozenset[str] | None]] = {
-    "local": {"objective": None, "estimator": None, "loss": None, "correction": None, "kl": None, "filter": None},
-    "tinker": {
-        "objective": None,
-        "estimator": frozenset(builtin("estimator")) - {"gae"},  # it needs a value head
-        "loss": None,
-        "correction": None,
-        "kl": None,
-        "filter": None,
-    },
-}
-
-_OBJECTIVES = {
-    "rl": "Train on rollouts by advantages.",
-    "sft": "Imitate the assistant turns of given conversations.",
-    "dpo": "Prefer the better of two rollouts, or of two given replies.",
-}
-_CORRECTIONS = {
-    "none": "Trust the sampler's log-probabilities.",
-    "tis": "Weigh tokens or sequences by learner / sampler, clamped.",
-    "icepop": "Weigh tokens by learner / sampler, and drop those outside the bounds.",
-    "sequence_mask": "Drop sequences whose mean weight is outside the bounds.",
-    "veto": "Drop sequences with a token whose weight is below the floor.",
-}
-_KL = {
-    "k1": "d = log policy - log reference.",
-    "k2": "d² / 2: low variance, biased.",
-    "k3": "exp(-d) - 1 + d: low variance, never negative.",
-    "abs": "|d|.",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,27 +31,51 @@ class Algorithm:
     kind: str
     name: str
     summary: str
+    needs: tuple[str, ...]
+    """What a run that uses it must have, in words."""
+    settings: tuple[str, ...]
+    """Settings that it reads, beside those that all read."""
     backends: tuple[str, ...]
 
 
 def algorithms() -> list[Algorithm]:
     """Every objective, estimator, loss, correction, divergence and filter."""
-    corrections = get_args(CorrectionSection.model_fields["name"].annotation)
-    divergences = get_args(KlSection.model_fields["kind"].annotation)
     filters = {name: (field.description or "").split(";")[0] for name, field in FilterSection.model_fields.items()}
     return [
-        *(_entry("objective", name, _OBJECTIVES[name]) for name in builtin("objective")),
-        *(_entry("estimator", name, _summary(path)) for name, path in builtin("estimator").items()),
-        *(_entry("loss", name, _summary(path)) for name, path in builtin("loss").items()),
-        *(_entry("correction", name, _CORRECTIONS[name]) for name in corrections),
-        *(_entry("kl", name, _KL[name]) for name in divergences),
-        *(_entry("filter", name, " ".join(text.split())) for name, text in filters.items()),
+        *(_entry("objective", name, one.summary) for name, one in OBJECTIVES.items()),
+        *(_entry("estimator", name, _summary(builtin("estimator")[name])) for name in ESTIMATORS),
+        *(_entry("loss", name, _summary(builtin("loss")[name])) for name in LOSSES),
+        *(_entry("correction", name, one.summary) for name, one in CORRECTIONS.items()),
+        *(_entry("kl", name, one.summary) for name, one in KLS.items()),
+        *(Algorithm("filter", name, " ".join(text.split()), (), (), tuple(BACKENDS)) for name, text in filters.items()),
     ]
 
 
 def _entry(kind: str, name: str, summary: str) -> Algorithm:
-    able = [backend for backend, kinds in SUPPORT.items() if kinds[kind] is None or name in (kinds[kind] or ())]
-    return Algorithm(kind, name, summary, tuple(able))
+    facts = FACTS[kind][name]
+    valued = getattr(facts, "needs_value_head", False)
+    able = tuple(backend for backend, can in BACKENDS.items() if can.value_head or not valued)
+    return Algorithm(kind, name, summary, tuple(_needs(kind, name, facts)), getattr(facts, "settings", ()), able)
+
+
+def _needs(kind: str, name: str, facts: Facts) -> Iterator[str]:
+    if isinstance(facts, EstimatorFacts):
+        if facts.group_relative:
+            yield "groups of 2 or more"
+        if facts.needs_value_head:
+            yield "a value head"
+        if facts.needs_teacher:
+            yield "a teacher"
+        if not facts.one_group:
+            yield "complete batches"
+    if isinstance(facts, LossFacts) and facts.ratio:
+        yield "sampled tokens"
+    if getattr(facts, "needs_pairs", False):
+        yield "pairs"
+    if getattr(facts, "needs_reference", False) or kind == "kl":
+        yield "a reference"
+    if kind == "correction" and name != "none":
+        yield 'proximal = "recompute"'
 
 
 def _summary(path: str) -> str:

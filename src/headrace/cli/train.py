@@ -79,8 +79,10 @@ def _run(config: RunConfig, dry_run: bool) -> int:
     if dry_run:
         from headrace.cli.show import to_toml
         from headrace.config.names import check_names
+        from headrace.config.rules import check_declared
 
         check_names(config)
+        check_declared(config)
         print(f"# run directory: {config.run.dir / config.run.name}\n\n{to_toml(config)}")
         return 0
     from headrace.trainer.trainer import UnifiedTrainer

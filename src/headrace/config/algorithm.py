@@ -31,7 +31,7 @@ class RoleSection(Section):
 class CorrectionSection(Section):
     """Corrects for the difference between the sampler and the learner's own policy at the start of the batch."""
 
-    name: Literal["none", "tis", "icepop", "sequence_mask", "veto"] = "none"
+    name: when.Correction = "none"
     """tis clamps the weight, icepop zeroes it outside the bounds, sequence_mask drops sequences whose mean weight is
     outside, veto drops sequences with a token below the floor. All need algorithm.proximal = "recompute"."""
     level: Literal["token", "sequence"] = "token"
@@ -45,9 +45,7 @@ class CorrectionSection(Section):
 
     effects: ClassVar = declare(
         when.RL("name", "level", "low", "high", "floor"),
-        when.correction_is("tis")("level"),
-        when.correction_is("tis", "icepop", "sequence_mask")("low", "high"),
-        when.correction_is("veto")("floor"),
+        when.read_by_correction("level", "low", "high", "floor"),
     )
 
 
@@ -129,12 +127,8 @@ class AlgorithmSection(Section):
         when.DIVIDES_BY_LENGTH("aggregation_length"),
         when.READS_OLD("proximal"),
         when.VALUES("value_head"),
-        when.read_by("estimator", "grpo")("normalize_by_std"),
-        when.read_by("estimator", "pkpo")("pass_k"),
-        when.read_by("estimator", "gae")("gamma", "gae_lambda", "value_coef"),
-        when.read_by("loss", "ppo_clip", "gspo", "cispo")("clip_low", "clip_high"),
-        when.read_by("loss", "ppo_clip", "gspo")("dual_clip"),
-        when.read_by("loss", "dppo_tv", "dppo_kl")("dppo_delta"),
+        when.read_by("estimator", "normalize_by_std", "pass_k", "gamma", "gae_lambda", "value_coef"),
+        when.read_by("loss", "clip_low", "clip_high", "dual_clip", "dppo_delta"),
     )
 
     def for_role(self, role: str) -> AlgorithmSection:

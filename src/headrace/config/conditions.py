@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
-from headrace.config.effect import Condition
-from headrace.registry import builtin
+from headrace.config.effect import Condition, Effects, declare
+from headrace.registry import builtin, facts
 
 if TYPE_CHECKING:
+    from headrace.algorithms.facts import EstimatorFacts, LossFacts
     from headrace.config import AlgorithmSection, RunConfig
 
 # ---- what the conditions ask ---------------------------------------------------------------------------------------
@@ -23,6 +24,26 @@ def chosen(algorithm: AlgorithmSection, kind: str) -> set[str]:
 def has_own(names: Collection[str], kind: str) -> bool:
     """Whether one is a user's own, which may read anything."""
     return not set(names) <= builtin(kind).keys()
+
+
+def estimator_facts(algorithm: AlgorithmSection) -> dict[str, EstimatorFacts]:
+    """What is declared of the estimators that the run uses, by name."""
+    return {name: facts("estimator", name) for name in sorted(chosen(algorithm, "estimator"))}
+
+
+def loss_facts(algorithm: AlgorithmSection) -> dict[str, LossFacts]:
+    """What is declared of the losses that the run uses, by name."""
+    return {name: facts("loss", name) for name in sorted(chosen(algorithm, "loss"))}
+
+
+def group_by_group(algorithm: AlgorithmSection) -> bool:
+    """Whether no estimator of the run compares groups with each other: they can be trained as they come."""
+    return all(one.one_group for one in estimator_facts(algorithm).values())
+
+
+def asks_teacher(algorithm: AlgorithmSection) -> bool:
+    """Whether an estimator of the run needs the teacher."""
+    return any(one.needs_teacher for one in estimator_facts(algorithm).values())
 
 
 def reads_pairs(config: RunConfig) -> bool:
@@ -46,13 +67,14 @@ def _varies(config: RunConfig, key: str) -> bool:
 
 
 def _reads_old(config: RunConfig) -> bool:
-    losses = chosen(config.algorithm, "loss")
-    return has_own(losses, "loss") or bool(losses & READ_OLD_LOGPROBS) or config.algorithm.correction.name != "none"
+    losses = loss_facts(config.algorithm)
+    reads = has_own(losses, "loss") or any(one.ratio == "old" for one in losses.values())
+    return reads or config.algorithm.correction.name != "none"
 
 
 def _compares_rewards(config: RunConfig) -> bool:
     algorithm = config.algorithm
-    return algorithm.objective == "dpo" or chosen(algorithm, "estimator") != {"distill"}
+    return algorithm.objective == "dpo" or not all(one.needs_teacher for one in estimator_facts(algorithm).values())
 
 
 def _samples_as_learned(config: RunConfig) -> bool:
@@ -60,8 +82,8 @@ def _samples_as_learned(config: RunConfig) -> bool:
     return rollout.top_p == 1 and not rollout.top_k and not model.lora.dropout and config.engine.weights == "float32"
 
 
-READ_OLD_LOGPROBS = {"ppo_clip", "gspo", "cispo"}
-READ_NO_REWARD = {"distill", "constant"}
+Correction = Literal["none", "tis", "icepop", "sequence_mask", "veto"]
+CORRECTIONS = get_args(Correction)
 _ONE_CALL = {"single_turn", "demonstration", "preference"}
 _SEVERAL_CALLS = tuple(builtin("workflow").keys() - _ONE_CALL)
 _ONE_ROLE = tuple(builtin("workflow").keys() - {"external_agent"})  # whose program may name roles
@@ -227,9 +249,12 @@ CAN_TIE = Condition(
     "remove one of the two",
 )
 SFT_TERM = Condition(lambda s: s.own.coef > 0, "sft.coef is 0", "remove it, or set sft.coef")
-VALUES = Condition(lambda s: "gae" in chosen(s.c.algorithm, "estimator"), 'only estimator "gae" reads values')
+VALUES = Condition(
+    lambda s: any(one.needs_value_head for one in estimator_facts(s.c.algorithm).values()),
+    'only estimator "gae" reads values',
+)
 TEACHES = Condition(
-    lambda s: "distill" in chosen(s.c.algorithm, "estimator") or has_own({s.c.workflow.name}, "workflow"),
+    lambda s: asks_teacher(s.c.algorithm) or has_own({s.c.workflow.name}, "workflow"),
     'nobody asks the teacher: neither is estimator "distill" chosen, nor a workflow of your own',
     'set algorithm.estimator = "distill", or use a workflow of your own under self_distill',
 )
@@ -249,7 +274,7 @@ DIVIDES_BY_LENGTH = Condition(
 )
 KL = Condition(lambda s: s.own.coef > 0, "algorithm.kl.coef is 0", "remove it, or set algorithm.kl.coef")
 KL_OFF_REWARD = Condition(
-    lambda s: s.own.where != "reward" or not chosen(s.c.algorithm, "estimator") <= READ_NO_REWARD,
+    lambda s: s.own.where != "reward" or any(one.reads_rewards for one in estimator_facts(s.c.algorithm).values()),
     "it takes the divergence off rewards, which no chosen estimator reads",
     'set algorithm.kl.where = "loss"',
 )
@@ -273,16 +298,26 @@ MEASURES_DRIFT = Condition(
 )
 
 
-def read_by(kind: str, *names: str) -> Condition:
-    """A knob of some estimators or losses; a user's own may read any."""
+def read_by(kind: Literal["estimator", "loss"], *settings: str) -> Effects:
+    """Settings of [algorithm] that some estimators or losses read; a user's own may read any."""
+    return declare(*(_read_by(kind, setting)(setting) for setting in settings))
+
+
+def _read_by(kind: Literal["estimator", "loss"], setting: str) -> Condition:
+    names = [name for name in builtin(kind) if setting in facts(kind, name).settings]
     return Condition(
         lambda s: has_own(chosen(s.c.algorithm, kind), kind) or bool(chosen(s.c.algorithm, kind) & set(names)),
         f"it is read by {kind} {', '.join(names)}, and none of these is chosen",
     )
 
 
-def correction_is(*names: str) -> Condition:
-    """A knob of some corrections."""
+def read_by_correction(*settings: str) -> Effects:
+    """Settings of [algorithm.correction] that some corrections read."""
+    return declare(*(_read_by_correction(setting)(setting) for setting in settings))
+
+
+def _read_by_correction(setting: str) -> Condition:
+    names = [name for name in CORRECTIONS if setting in facts("correction", name).settings]
     return Condition(
         lambda s: s.own.name in names,
         f'it is read by correction {", ".join(names)}, not by "{{own.name}}"',

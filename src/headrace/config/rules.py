@@ -11,18 +11,19 @@ import warnings
 from collections.abc import Callable, Collection, Iterator
 from operator import attrgetter
 
-from headrace.config import RunConfig, flatten
-from headrace.config.conditions import chosen, reads_pairs, rolls_out
+from headrace.config import AlgorithmSection, RunConfig, flatten
+from headrace.config.conditions import (
+    chosen,
+    estimator_facts,
+    loss_facts,
+    reads_pairs,
+    rolls_out,
+)
 from headrace.config.effect import idle_settings
 from headrace.errors import ConfigError
+from headrace.registry import facts, is_loaded
 
-# estimators that do not compare groups with each other; a user's own may, so it sees the whole batch
-ONE_GROUP = {"grpo", "rloo", "reinforce", "maxrl", "pkpo", "opo", "gae", "distill", "constant"}
-GROUP_RELATIVE = ("grpo", "rloo", "reinforce_plus_plus_baseline", "maxrl", "pkpo", "opo")
-
-_BOUNDED = ("tis", "icepop", "sequence_mask")
 _SECRET = {"api_key", "apikey", "password", "secret", "authorization", "x-api-key", "access_token", "auth_token"}
-_WITHOUT_RATIO = {"reinforce", "cross_entropy", "dpo"}
 
 
 def check_combinations(config: RunConfig) -> None:
@@ -48,8 +49,8 @@ def _refuse(problems: list[str]) -> None:
 def _groups(config: RunConfig) -> Iterator[str]:
     algorithm, size = config.algorithm, config.rollout.group_size
     if algorithm.objective == "rl":
-        for name in sorted(chosen(algorithm, "estimator") & set(GROUP_RELATIVE)):
-            if size < 2:
+        for name, declared in estimator_facts(algorithm).items():
+            if declared.group_relative and size < 2:
                 yield (
                     f"rollout.group_size must be at least 2 for {name}, got {size}; "
                     f'raise rollout.group_size or use estimator "reinforce"'
@@ -75,8 +76,9 @@ def _filters(config: RunConfig) -> Iterator[str]:
 def _preferences(config: RunConfig) -> Iterator[str]:
     algorithm = config.algorithm
     if algorithm.objective != "dpo":
-        if "dpo" in chosen(algorithm, "loss"):
-            yield 'loss "dpo" needs pairs; set algorithm.objective = "dpo"'
+        for name, declared in loss_facts(algorithm).items():
+            if declared.needs_pairs:
+                yield f'loss "{name}" needs pairs; set algorithm.objective = "dpo"'
         return
     if config.rollout.group_size < 2 and config.workflow.name != "preference":
         yield (
@@ -102,7 +104,7 @@ def _ratios(config: RunConfig) -> Iterator[str]:
             f'correction "{correction.name}" compares the sampler with the learner\'s own log-probabilities, which '
             f'algorithm.proximal = "sampler" does not compute; set algorithm.proximal = "recompute"'
         )
-    if correction.name in _BOUNDED and correction.low >= correction.high:
+    if "high" in facts("correction", correction.name).settings and correction.low >= correction.high:
         yield f"correction.low {correction.low:g} must be below correction.high {correction.high:g}"
 
 
@@ -120,7 +122,7 @@ def _sampled_otherwise(config: RunConfig) -> Iterator[str]:
         return
     differs = f"{setting} samples from another distribution than the learner's, which"
     correct = 'algorithm.correction.name = "tis"'
-    if without := ", ".join(sorted(chosen(algorithm, "loss") & _WITHOUT_RATIO)):
+    if without := ", ".join(_without_ratio(algorithm)):
         other = f'use loss "importance_sampling", or set {correct} and proximal = "recompute"'
         yield f"{differs} loss {without} does not correct for; {other}"
     elif algorithm.proximal == "recompute":
@@ -128,9 +130,9 @@ def _sampled_otherwise(config: RunConfig) -> Iterator[str]:
 
 
 def _values(config: RunConfig) -> Iterator[str]:
-    wanted = "gae" in chosen(config.algorithm, "estimator")
-    if wanted and not config.algorithm.value_head:
-        yield 'estimator "gae" needs a value head; set algorithm.value_head = true'
+    for name, declared in estimator_facts(config.algorithm).items():
+        if declared.needs_value_head and not config.algorithm.value_head:
+            yield f'estimator "{name}" needs a value head; set algorithm.value_head = true'
 
 
 def _modes(config: RunConfig) -> Iterator[str]:
@@ -215,16 +217,21 @@ def _schedule(config: RunConfig) -> Iterator[str]:
 
 
 def _reuse(config: RunConfig) -> Iterator[str]:
-    bound, losses = config.trainer.max_staleness, chosen(config.algorithm, "loss")
+    bound = config.trainer.max_staleness
     if bound < config.produce.reuse - 1:
         yield (
             f"produce.reuse {config.produce.reuse} trains groups again that are up to {config.produce.reuse - 1} "
             f"versions old, and trainer.max_staleness is {bound}; raise it"
         )
-    without = sorted(losses & _WITHOUT_RATIO)
+    without = _without_ratio(config.algorithm)
     if config.algorithm.objective != "rl" or without:
         what = f"loss {', '.join(without)}" if without else f"objective {config.algorithm.objective}"
         yield f"produce.reuse needs a loss that corrects for what has changed, and {what} does not; set it to 1"
+
+
+def _without_ratio(algorithm: AlgorithmSection) -> list[str]:
+    """The chosen losses that do not correct for tokens of another policy."""
+    return [name for name, declared in loss_facts(algorithm).items() if declared.ratio is None]
 
 
 def _streaming(config: RunConfig) -> Iterator[str]:
@@ -237,7 +244,10 @@ def _streaming(config: RunConfig) -> Iterator[str]:
         "trainer.updates_per_batch above 1": trainer.updates_per_batch > 1,
         "filters.min_partial_tasks": config.filters.min_partial_tasks > 0,
         "algorithm.use_precomputed_advantage": config.algorithm.use_precomputed_advantage,
-        "an estimator that compares groups with each other": not chosen(config.algorithm, "estimator") <= ONE_GROUP,
+        "an estimator that compares groups with each other": not all(
+            declared.one_group or not is_loaded("estimator", name)  # what is not loaded is asked at start-up
+            for name, declared in estimator_facts(config.algorithm).items()
+        ),
     }
     for reason, given in reasons.items():
         if given and config.algorithm.objective != "dpo":
@@ -270,6 +280,15 @@ _RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
 )
 
 
+# these read what estimators and losses declare, which is known of a user's own once its module is loaded
+_BY_FACTS = (_groups, _sampled_otherwise, _schedule, _streaming)
+
+
+def check_declared(config: RunConfig) -> None:
+    """Raise ConfigError for what cannot be, now that the estimators and losses of the user's own are loaded."""
+    _refuse([problem for rule in _BY_FACTS for problem in rule(config)])
+
+
 def resolve_objective(config: RunConfig, objects: Collection[str] | None = None) -> RunConfig:
     """Check the configuration, and fill in what the objective settles.
 
@@ -280,11 +299,9 @@ def resolve_objective(config: RunConfig, objects: Collection[str] | None = None)
     else:
         check_settings(config, objects)
     algorithm, rollout = config.algorithm, config.rollout
-    if algorithm.objective == "sft":  # the same loop: one demonstration per task, all advantages 1, cross-entropy
-        algorithm = algorithm.model_copy(update={"estimator": "constant", "loss": "cross_entropy"})
+    objective = facts("objective", algorithm.objective)
+    settled = {"estimator": objective.estimator, "loss": objective.loss}
+    algorithm = algorithm.model_copy(update={key: name for key, name in settled.items() if name is not None})
+    if not rolls_out(config):  # a demonstration, or a pair of a file: one episode per task
         rollout = rollout.model_copy(update={"group_size": 1})
-    elif algorithm.objective == "dpo":
-        algorithm = algorithm.model_copy(update={"loss": "dpo"})
-        if config.workflow.name == "preference":  # a pair of a file is one episode with two trajectories
-            rollout = rollout.model_copy(update={"group_size": 1})
     return config.model_copy(update={"algorithm": algorithm, "rollout": rollout})

@@ -16,6 +16,7 @@ from headrace.algorithms.objectives import Objective, demonstration_sampler
 from headrace.backends.base import Backend, SaysNumerics
 from headrace.config import AlgorithmSection, RunConfig
 from headrace.config.conditions import chosen
+from headrace.config.rules import check_declared
 from headrace.data.sampler import TaskSampler
 from headrace.data.training import check_overlap, load_training, make_sampler, warn_of_bad_rows
 from headrace.engines.base import RolloutEngine
@@ -32,7 +33,7 @@ from headrace.evaluation.setup import (
     run_function,
 )
 from headrace.ledger.episode_record import Journal
-from headrace.registry import resolve
+from headrace.registry import facts, resolve
 from headrace.rollout.agent_loop import AgentLoop, close_all, start_workflows
 from headrace.rollout.gateway import close_gateway
 from headrace.rollout.store import StoredValues, Values
@@ -134,6 +135,7 @@ def assemble(
         )
     report("loading the training backend")
     new_backend = checked_backend(config)
+    check_declared(config)
     report("loading the tasks")
     data = load_training(config.data, given.tasks)
     warn_of_bad_rows(data, "the training tasks")
@@ -160,9 +162,13 @@ def assemble(
 
 
 def _needs_reward(algorithm: AlgorithmSection) -> Callable[[str], bool]:
-    """Which roles are trained by reward: neither those that a teacher teaches, nor those that are not trained."""
+    """Which roles are trained by reward: those that are trained, and not by a teacher."""
     untrained = {name for name, role in algorithm.roles.items() if not role.train}
-    return lambda role: role not in untrained and algorithm.for_role(role).estimator != "distill"
+
+    def needs_reward(role: str) -> bool:
+        return role not in untrained and not facts("estimator", algorithm.for_role(role).estimator).needs_teacher
+
+    return needs_reward
 
 
 def numerics_of(config: RunConfig) -> dict[str, str]:

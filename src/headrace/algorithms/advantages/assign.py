@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
-from headrace.algorithms.advantages.estimators import GroupRewards, is_group_relative
+from headrace.algorithms.advantages.estimators import GroupRewards
 from headrace.algorithms.advantages.precomputed import use_precomputed, warn_of_overwriting
 from headrace.config import AlgorithmSection
 from headrace.data.episode import NO_ROLLOUT, Trajectory, TrajectoryGroup
 from headrace.errors import DataError
-from headrace.registry import resolve
+from headrace.registry import facts, resolve
 
 
 def assign_advantages(groups: Sequence[TrajectoryGroup], algorithm: AlgorithmSection) -> list[TrajectoryGroup]:
@@ -44,7 +44,7 @@ def trained_roles(groups: Sequence[TrajectoryGroup], algorithm: AlgorithmSection
 def _estimate(name: str, groups: list[TrajectoryGroup], algorithm: AlgorithmSection) -> list[TrajectoryGroup]:
     estimator = resolve("estimator", name)
     rewards = [_rewards_of(group) for group in groups]
-    if is_group_relative(estimator) and any(group.count == 1 for group in rewards):
+    if facts("estimator", name).group_relative and any(group.count == 1 for group in rewards):
         _warn_of_singletons(name)
     advantages = estimator(rewards, algorithm)
     wanted = [len(group.trajectories) for group in groups]

@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import comb, frexp, isfinite
 from statistics import mean
-from typing import Any, TypeVar
 
 import numpy as np
 
+from headrace.algorithms.facts import estimator
 from headrace.config import AlgorithmSection
 from headrace.errors import DataError
 
@@ -58,22 +58,11 @@ class GroupRewards:
 
 
 Estimator = Callable[[Sequence[GroupRewards], AlgorithmSection], list[list[float]]]
-E = TypeVar("E", bound=Estimator)
+
+group_relative = estimator(group_relative=True)
+"""The older way to declare that an estimator compares within a group."""
 
 
-def group_relative(estimator: E) -> E:
-    """Mark an estimator that compares within a group, and so has nothing to say about a group of one."""
-    marked: Any = estimator
-    marked.group_relative = True
-    return estimator
-
-
-def is_group_relative(estimator: Callable[..., Any]) -> bool:
-    """Whether the estimator gives 0 to a group of one because it only compares within groups."""
-    return getattr(estimator, "group_relative", False)
-
-
-@group_relative
 def grpo(groups: Sequence[GroupRewards], algorithm: AlgorithmSection) -> list[list[float]]:
     """(r - mean) / (std + eps) within the group; without the division when `normalize_by_std` is false (Dr. GRPO)."""
 
@@ -85,7 +74,6 @@ def grpo(groups: Sequence[GroupRewards], algorithm: AlgorithmSection) -> list[li
     return _per_group(groups, advantages)
 
 
-@group_relative
 def rloo(groups: Sequence[GroupRewards], algorithm: AlgorithmSection) -> list[list[float]]:
     """n / (n - 1) times (r - mean): of a rollout with one trajectory, r - mean of the others in the group."""
 
@@ -101,7 +89,6 @@ def reinforce(groups: Sequence[GroupRewards], algorithm: AlgorithmSection) -> li
     return [[float(reward) for reward in group.rewards] for group in groups]
 
 
-@group_relative
 def reinforce_plus_plus_baseline(groups: Sequence[GroupRewards], algorithm: AlgorithmSection) -> list[list[float]]:
     """(r - mean of the group) / (std of all centred rewards of the batch + eps)."""
     unit = _unit(groups)
@@ -121,7 +108,6 @@ def prpo(groups: Sequence[GroupRewards], algorithm: AlgorithmSection) -> list[li
     return [[next(advantages) for _ in group.rewards] for group in groups]
 
 
-@group_relative
 def maxrl(groups: Sequence[GroupRewards], algorithm: AlgorithmSection) -> list[list[float]]:
     """(r - mean) / (mean + eps) within the group: the rarer success is, the more it counts."""
 
@@ -139,7 +125,6 @@ def maxrl(groups: Sequence[GroupRewards], algorithm: AlgorithmSection) -> list[l
     return _per_group(groups, advantages)
 
 
-@group_relative
 def pkpo(groups: Sequence[GroupRewards], algorithm: AlgorithmSection) -> list[list[float]]:
     """Credit for the best of k: the sum over the k-subsets that hold i of their best reward, over C(n, k); centred.
 
@@ -158,7 +143,6 @@ def pkpo(groups: Sequence[GroupRewards], algorithm: AlgorithmSection) -> list[li
     return _per_group(groups, advantages)
 
 
-@group_relative
 def opo(groups: Sequence[GroupRewards], algorithm: AlgorithmSection) -> list[list[float]]:
     """r - mean of the group weighted by length: the baseline of least variance when gradients grow with length.
 

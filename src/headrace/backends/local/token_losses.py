@@ -9,17 +9,15 @@ from itertools import compress
 import torch
 from torch import Tensor
 
-from headrace.algorithms.losses import REJECTING, Loss, LossContext, LossMetrics, correction_weights, kl_penalty
+from headrace.algorithms.losses import Loss, LossContext, LossMetrics, correction_weights, kl_penalty
 from headrace.backends.base import offending_samples
 from headrace.backends.local.tokens import TokenTensors
 from headrace.config import AlgorithmSection, RunConfig
 from headrace.config.conditions import chosen
 from headrace.data.sample import NO_VERSION, Sample, TrainBatch
 from headrace.errors import BackendError, DataError, DivergedError
-from headrace.registry import resolve
+from headrace.registry import facts, resolve
 from headrace.tracking.metrics import MetricsAggregator, Reducer
-
-_NEED_NO_SAMPLER = ("cross_entropy", "reinforce", "dpo")
 
 
 def loss_context(
@@ -59,7 +57,7 @@ def token_losses(
         weights_M, more = correction_weights(algorithm.correction, old_M, sampler_M, context.row_M, context.rows)
         loss_M = loss_M * weights_M.where(sampled_M, 1.0)
         loss_metrics |= more
-        if algorithm.correction.name in REJECTING:
+        if facts("correction", algorithm.correction.name).rejects_rows:
             rejected_R[context.row_M[weights_M == 0]] = True
     if algorithm.kl.coef and algorithm.kl.where == "loss":
         if context.reference_logprobs_M is None:
@@ -114,7 +112,7 @@ def require_trainable(algorithm: AlgorithmSection, batch: TrainBatch) -> None:
                 f'task "{sample.task_id}", role {sample.role}: tokens chosen greedily (temperature 0) cannot be '
                 f"trained; sample them, or leave the role out with algorithm.roles.{sample.role}.train = false"
             )
-        if algorithm.for_role(sample.role).loss in _NEED_NO_SAMPLER:
+        if facts("loss", algorithm.for_role(sample.role).loss).ratio is None:
             continue
         if NO_VERSION in compress(sample.versions, sample.loss_mask):
             raise DataError(

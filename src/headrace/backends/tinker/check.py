@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from headrace.backends.base import refuse_changed
 from headrace.backends.local.token_losses import require_known_losses
 from headrace.config import RunConfig
+from headrace.config.conditions import asks_teacher
 from headrace.errors import ConfigError
+from headrace.registry import facts
 
 _STATE = "tinker://"
 
@@ -17,7 +19,8 @@ def check_config(config: RunConfig) -> None:
     require_known_losses(config)
     for problem in _problems(config):
         raise ConfigError(problem)
-    refuse_changed(config, "run.deterministic", "algorithm.value_head")
+    without = () if facts("backend", "tinker").value_head else ("algorithm.value_head",)
+    refuse_changed(config, "run.deterministic", *without)
 
 
 def _problems(config: RunConfig) -> Iterator[str]:
@@ -55,7 +58,7 @@ def _distribution(config: RunConfig) -> Iterator[str]:
             f"rollout.temperature is {heat:g}, and the service trains at temperature 1 only; set it to 1, or set "
             f"tinker.vocabulary (if it is small)"
         )
-    others = bool(algorithm.kl.coef) or algorithm.objective == "dpo" or config.algorithm.estimator == "distill"
+    others = bool(algorithm.kl.coef) or algorithm.objective == "dpo" or asks_teacher(algorithm)
     if heat != 1.0 and others:
         yield (
             f"rollout.temperature is {heat:g}, and the service scores with a reference or a teacher at temperature 1 "

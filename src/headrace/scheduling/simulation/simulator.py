@@ -18,8 +18,7 @@ import numpy as np
 
 from headrace.algorithms.batching import to_samples
 from headrace.config import RunConfig
-from headrace.config.conditions import chosen
-from headrace.config.rules import ONE_GROUP
+from headrace.config.conditions import group_by_group
 from headrace.data.sample import Sample
 from headrace.data.seeds import derive_seed
 from headrace.errors import ConfigError
@@ -99,7 +98,7 @@ class Simulation:
         self._groups: dict[int, VirtualGroup] = {}
         self._numbers = 0
         stream = trainer.stream if trainer.stream is not None else trainer.placement == "separate"
-        streams = stream and trainer.updates_per_batch == 1 and chosen(config.algorithm, "estimator") <= ONE_GROUP
+        streams = stream and trainer.updates_per_batch == 1 and group_by_group(config.algorithm)
         self._selection = Selection(config, self.coordinator, self.buffer, streams)
         self._learning = False
         self._step: list[FinishedGroup] = []
