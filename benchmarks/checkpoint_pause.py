@@ -32,7 +32,7 @@ async def measure(model: str, saves: int, beside: bool, place: Path) -> tuple[li
     config = build_config({"model": {"name": model}, "trainer": {"save_async": beside, "keep_last": 1}})
     backend = LocalBackend(config)
     await _step(backend)  # the optimizer has moments from here on
-    writer = CheckpointWriter(place, backend, config)
+    writer = CheckpointWriter(place, backend, config.trainer)
     pauses, wholes = [], []
     for step in range(1, saves + 1):
         began = time.perf_counter()

@@ -55,7 +55,8 @@ def some_config(**trainer: Any) -> RunConfig:
 
 def writer(run_dir: Path, backend: Any = None, **trainer: Any) -> CheckpointWriter:
     given: Any = backend or FileBackend()
-    return CheckpointWriter(run_dir, given, some_config(**trainer))
+    config = some_config(**trainer)
+    return CheckpointWriter(run_dir, given, config.trainer, config.eval.sets)
 
 
 async def save_one(

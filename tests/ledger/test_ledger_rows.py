@@ -28,7 +28,6 @@ from headrace.evaluation.evaluate import config_of
 from headrace.ledger import Ledger, LedgerReader, TrainedRow, schema
 from headrace.ledger.export import export_episodes
 from headrace.ledger.rows import pack_rows, unpack_rows
-from headrace.registry import resolve
 from headrace.rollout.model_client import Model
 from headrace.scheduling.buffer import TrajectoryGroupBuffer
 from headrace.tracking.metrics import MetricsAggregator
@@ -111,8 +110,7 @@ def advantages_of(entry: dict[str, Any]) -> list[list[float]]:
 def assigned(run_dir: Path) -> dict[tuple[int, int, int, str], list[list[float]]]:
     """What `assign_advantages` gives for the recorded episodes: by step, group, rollout and role."""
     config = config_of(run_dir)
-    grouping = resolve("grouping", config.workflow.grouping) if config.workflow.grouping else None
-    buffer = TrajectoryGroupBuffer(config, grouping)
+    buffer = TrajectoryGroupBuffer(config)
     found: dict[tuple[int, int, int, str], list[list[float]]] = {}
     with LedgerReader.read(run_dir) as reader:
         for batch in reader.batches_from(0):

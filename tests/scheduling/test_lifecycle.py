@@ -55,7 +55,9 @@ class Life:
         self.coordinator = SyncCoordinator(policy or Count(1), batch)
         self.buffer = TrajectoryGroupBuffer(config)
         self.journal = RunJournal(ledger)
-        self.lifecycle = GroupLifecycle(config, self.sampler, self.coordinator, self.buffer, self.journal)
+        self.lifecycle = GroupLifecycle(
+            config.rollout.group_size, config.algorithm, self.sampler, self.coordinator, self.buffer, self.journal
+        )
 
     def drawn(self) -> LiveGroup:
         return self.lifecycle.drawn(self.sampler.next())

@@ -21,7 +21,7 @@ from test_schedules import POLICIES, heavy_tail
 import null_backend
 from headrace import registry
 from headrace.cli.main import run as run_command
-from headrace.config import AlgorithmSection, RoleSection, RunConfig
+from headrace.config import AlarmSection
 from headrace.data.sampler import TaskSampler
 from headrace.data.task import Task
 from headrace.engines.base import EngineHealth
@@ -406,7 +406,7 @@ def test_groups_of_which_one_episode_is_left_are_not_called_uniform(tmp_path: Pa
 
 def test_a_batch_without_signal_because_episodes_failed_is_not_called_uniform() -> None:
     said: list[str] = []
-    alarms = Alarms(RunConfig(), said.append)
+    alarms = Alarms(AlarmSection(), (), True, said.append)
     values = {"reward/uniform_groups": 1.0, "policy/grad_norm": 0.0, "reward/mean": 0.0, "batch/failed": 14.0}
     alarms.check(3, values)
     assert "14 episodes of the batch failed" in said[0]
@@ -540,8 +540,7 @@ def test_a_broken_loss_ends_the_run(tmp_path: Path, bound: int, error: str) -> N
 
 def test_settings_for_a_role_that_never_came_are_warned_of_once() -> None:
     said: list[str] = []
-    config = RunConfig(algorithm=AlgorithmSection(roles={"solvr": RoleSection(loss="cispo"), "agent": RoleSection()}))
-    alarms = Alarms(config, said.append)
+    alarms = Alarms(AlarmSection(), {"solvr", "agent"}, True, said.append)
     alarms.check_roles(1, set())  # nothing came yet
     alarms.check_roles(2, {"agent", "solver"})
     alarms.check_roles(3, {"agent", "solver"})

@@ -35,6 +35,8 @@ from headrace.config.run import (
 from headrace.config.tinker import TinkerSection
 
 __all__ = [
+    "AgentConfig",
+    "AgentLoopConfig",
     "AlarmSection",
     "AlgorithmSection",
     "BackendSection",
@@ -47,6 +49,7 @@ __all__ = [
     "EngineSection",
     "EvalSection",
     "EvalSet",
+    "EvaluatorConfig",
     "FilterSection",
     "GatewaySection",
     "JudgeSection",
@@ -74,34 +77,49 @@ __all__ = [
 ]
 
 
-class RunConfig(Section):
-    """A whole run. Every section has defaults, so a run file names only what differs."""
+class AgentConfig(Section):
+    """What agents do: their tasks, workflow, judgers and limits. Part of every config below."""
 
     run: RunSection = RunSection()
-    model: ModelSection = ModelSection()
     data: DataSection = DataSection()
     workflow: WorkflowSection = WorkflowSection()
     judge: JudgeSection = JudgeSection()
     rollout: RolloutSection = RolloutSection()
-    engine: EngineSection = EngineSection()
-    algorithm: AlgorithmSection = AlgorithmSection()
-    dpo: DpoSection = DpoSection()
-    distill: DistillSection = DistillSection()
-    sft: SftSection = SftSection()
-    filters: FilterSection = FilterSection()
-    optimizer: OptimizerSection = OptimizerSection()
-    backend: BackendSection = BackendSection()
-    tinker: TinkerSection = TinkerSection()
-    trainer: TrainerSection = TrainerSection()
-    produce: ProduceSection = ProduceSection()
-    alarm: AlarmSection = AlarmSection()
-    eval: EvalSection = EvalSection()
-    track: TrackSection = TrackSection()
-    ledger: LedgerSection = LedgerSection()
-    simulate: SimulateSection = SimulateSection()
     gateway: GatewaySection = GatewaySection()
+    trainer: TrainerSection = TrainerSection()
+
+
+class EvaluatorConfig(AgentConfig):
+    """What an `Evaluator` is built from."""
+
+    eval: EvalSection = EvalSection()
+
+
+class AgentLoopConfig(AgentConfig):
+    """What an `AgentLoopManager` is built from: sampler, agent loop and produce strategy."""
+
+    algorithm: AlgorithmSection = AlgorithmSection()
+    filters: FilterSection = FilterSection()
+    produce: ProduceSection = ProduceSection()
 
     @property
     def fresh_groups(self) -> int:
         """Groups of a step that were not trained before; the others are trained again (produce.reuse)."""
         return -(-self.trainer.batch_size // self.produce.reuse)
+
+
+class RunConfig(AgentLoopConfig, EvaluatorConfig):
+    """A complete run. Every section has defaults, so a run file names only what differs."""
+
+    model: ModelSection = ModelSection()
+    engine: EngineSection = EngineSection()
+    dpo: DpoSection = DpoSection()
+    distill: DistillSection = DistillSection()
+    sft: SftSection = SftSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    backend: BackendSection = BackendSection()
+    tinker: TinkerSection = TinkerSection()
+    alarm: AlarmSection = AlarmSection()
+    track: TrackSection = TrackSection()
+    ledger: LedgerSection = LedgerSection()
+    simulate: SimulateSection = SimulateSection()

@@ -77,7 +77,8 @@ def _compares_rewards(config: RunConfig) -> bool:
     return algorithm.objective == "dpo" or not all(one.needs_teacher for one in estimator_facts(algorithm).values())
 
 
-def _samples_as_learned(config: RunConfig) -> bool:
+def samples_as_learned(config: RunConfig) -> bool:
+    """Whether the sampler's distribution is meant to be the learner's."""
     rollout, model = config.rollout, config.model
     return rollout.top_p == 1 and not rollout.top_k and not model.lora.dropout and config.engine.weights == "float32"
 
@@ -232,7 +233,7 @@ NOT_DETERMINISTIC = Condition(
     "remove it, or unset run.deterministic",
 )
 SAMPLES_AS_LEARNED = Condition(
-    lambda s: _samples_as_learned(s.c),
+    lambda s: samples_as_learned(s.c),
     "with rollout.top_p, rollout.top_k, model.lora.dropout or engine.weights changed, sampler and learner differ by "
     "intention, and are not compared",
 )

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator
 from operator import attrgetter
 
-from headrace.config import AlgorithmSection, RunConfig, flatten
+from headrace.config import AlgorithmSection, RunConfig, TrainerSection, flatten
 from headrace.config.conditions import (
     chosen,
     estimator_facts,
@@ -146,16 +146,16 @@ def _modes(config: RunConfig) -> Iterator[str]:
     yield from ()
 
 
-def best_metric(config: RunConfig) -> str | None:
-    """What trainer.keep_best goes by; None if it is off."""
-    trainer, sets = config.trainer, list(config.eval.sets)
+def best_metric(trainer: TrainerSection, sets: Collection[str]) -> str | None:
+    """What trainer.keep_best goes by, of these evaluation sets; None if it is off."""
     if not trainer.keep_best:
         return None
-    return trainer.best_metric or (f"eval/{sets[0]}/pass@1" if len(sets) == 1 else None)
+    return trainer.best_metric or (f"eval/{next(iter(sets))}/pass@1" if len(sets) == 1 else None)
 
 
 def _keeping(config: RunConfig) -> Iterator[str]:
-    trainer, sets, metric = config.trainer, config.eval.sets, best_metric(config)
+    trainer, sets = config.trainer, config.eval.sets
+    metric = best_metric(trainer, sets)
     if not trainer.keep_best:
         return
     if not sets:

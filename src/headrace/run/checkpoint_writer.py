@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace.config import RunConfig, TrainerSection
+from headrace.config import TrainerSection
 from headrace.config.rules import best_metric
 from headrace.errors import BackendError, CheckpointError, ConfigError
 from headrace.run import manifest
@@ -36,15 +36,16 @@ Snapshot = Callable[[], Awaitable[WriteState]]
 class CheckpointWriter:
     """Writes the checkpoints of a run, one after another; with `trainer.save_async` while training goes on."""
 
-    def __init__(self, run_dir: Path, backend: Backend, config: RunConfig) -> None:
+    def __init__(self, run_dir: Path, backend: Backend, trainer: TrainerSection, sets: Collection[str] = ()) -> None:
+        """`sets` are the names of the evaluation sets, by which `trainer.keep_best` goes."""
         self._run_dir = run_dir
         self._backend = backend
-        self._section = config.trainer
-        self._best_metric = best_metric(config)
+        self._section = trainer
+        self._best_metric = best_metric(trainer, sets)
         self._snapshot: Snapshot | None = getattr(backend, "snapshot", None)  # not every backend can copy its state
         if self._section.save_async and self._snapshot is None:
             raise ConfigError(
-                f'trainer.save_async = true needs a backend with the method snapshot, and "{config.backend.name}" has '
+                f"trainer.save_async = true needs a backend with the method snapshot, and {type(backend).__name__} has "
                 f"none; leave it out to write as much as possible beside training, or set it to false"
             )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="headrace-checkpoint")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable
 
 from headrace.algorithms.filters import is_uniform
-from headrace.config import RunConfig
+from headrace.config import AgentLoopConfig
 from headrace.errors import DataError
 from headrace.scheduling.buffer import FinishedGroup, TrajectoryGroupBuffer
 from headrace.scheduling.coordinator import SyncCoordinator
@@ -19,7 +19,7 @@ class BatchSource:
 
     def __init__(
         self,
-        config: RunConfig,
+        config: AgentLoopConfig,
         coordinator: SyncCoordinator,
         buffer: TrajectoryGroupBuffer,
         lifecycle: GroupLifecycle,
@@ -34,7 +34,7 @@ class BatchSource:
         self._buffer = buffer
         self._lifecycle = lifecycle
         self._producer = producer
-        self._selection = Selection(config, coordinator, buffer, streams)
+        self._selection = Selection(coordinator, buffer, streams, in_order=config.run.deterministic)
         self._stopping = stopping
         self._report = report
         self._beyond = 0  # groups that steps took beyond their batches, which are still queued

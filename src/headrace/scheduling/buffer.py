@@ -12,9 +12,10 @@ from pathlib import Path
 
 from headrace.algorithms.advantages.assign import trained_roles
 from headrace.algorithms.filters import UNIFORM, drop_by_termination, drop_too_few, impute_names, reason_to_drop
-from headrace.config import RunConfig
+from headrace.config import AgentLoopConfig
 from headrace.data.episode import Episode, Trajectory, TrajectoryGroup
 from headrace.errors import WorkflowError
+from headrace.registry import resolve
 from headrace.utils.usercode import contained, reason_of
 
 
@@ -62,14 +63,18 @@ class TrajectoryGroupBuffer:
     With `spill_dir`, whole groups beyond `produce.spill_above_mb` wait on disk.
     """
 
-    def __init__(self, config: RunConfig, grouping: Grouping | None = None, spill_dir: Path | None = None) -> None:
+    def __init__(
+        self, config: AgentLoopConfig, grouping: Grouping | None = None, spill_dir: Path | None = None
+    ) -> None:
+        """`grouping` is a function in place of the one that `workflow.grouping` names."""
+        named = config.workflow.grouping
         self._filters = config.filters
         self._algorithm = config.algorithm
         self._order = config.produce.order
         self._reuse = config.produce.reuse
         self._most_used = config.produce.reuse * config.trainer.batch_size
-        self._grouping = grouping
-        self._hook_name = config.workflow.grouping or getattr(grouping, "__name__", repr(grouping))
+        self._grouping: Grouping | None = grouping or (resolve("grouping", named) if named else None)
+        self._hook_name = named or getattr(grouping, "__name__", repr(grouping))
         self._hook_timeout_s = config.trainer.hook_timeout_s
         self._partial: dict[int, list[Episode]] = {}
         self._complete = _Store(spill_dir, config.produce.spill_above_mb)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from headrace.config import RunConfig
+from headrace.config import AlgorithmSection
 from headrace.data.episode import Episode
 from headrace.data.sample import TrainBatch
 from headrace.data.sampler import Draw, Position, TaskSampler
@@ -96,21 +96,22 @@ class GroupLifecycle:
 
     def __init__(
         self,
-        config: RunConfig,
+        group_size: int,
+        algorithm: AlgorithmSection,
         sampler: TaskSampler,
         coordinator: SyncCoordinator,
         buffer: TrajectoryGroupBuffer,
         journal: RunJournal,
         next_group_id: int = 0,
     ) -> None:
-        self._group_size = config.rollout.group_size
+        self._group_size = group_size
         self._sampler = sampler
         self._coordinator = coordinator
         self._buffer = buffer
         self._journal = journal
         self._bias = SelectionBias()
         self._durations = GroupDurations()
-        self._before_filters = RewardsBeforeFilters(config.algorithm)
+        self._before_filters = RewardsBeforeFilters(algorithm)
         self._live: dict[int, LiveGroup] = {}
         self._next_group_id = next_group_id
         self.changes = Changes()

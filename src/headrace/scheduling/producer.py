@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from headrace.config import RunConfig
+from headrace.config import AgentLoopConfig
 from headrace.data.episode import Episode
 from headrace.data.sampler import Draw, Position, TaskSampler
 from headrace.data.seeds import derive_seed
@@ -35,9 +35,9 @@ class Producer:
 
     def __init__(
         self,
-        config: RunConfig,
+        config: AgentLoopConfig,
         sampler: TaskSampler,
-        manager: AgentLoop,
+        loop: AgentLoop,
         coordinator: SyncCoordinator,
         lifecycle: GroupLifecycle,
         resumed: Sequence[LiveGroup] = (),
@@ -48,7 +48,7 @@ class Producer:
         so many groups."""
         self._config = config
         self._sampler = sampler
-        self._manager = manager
+        self._loop = loop
         self._coordinator = coordinator
         self._lifecycle = lifecycle
         self._seed = derive_seed("train", config.run.seed)
@@ -118,7 +118,7 @@ class Producer:
                 complete.append(finished)
 
         size = self._config.rollout.group_size
-        await self._manager.roll_out_group(
+        await self._loop.roll_out_group(
             group.draw.task, group.group_id, size, self._seed, self._sampling, keep, group.known
         )
         (finished,) = complete

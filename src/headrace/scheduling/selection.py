@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from headrace.config import RunConfig
 from headrace.scheduling.buffer import FinishedGroup, TrajectoryGroupBuffer
 from headrace.scheduling.coordinator import SyncCoordinator
 
@@ -11,10 +10,10 @@ class Selection:
     """Where a step `streams`, it takes groups as soon as they are complete; otherwise all at once."""
 
     def __init__(
-        self, config: RunConfig, coordinator: SyncCoordinator, buffer: TrajectoryGroupBuffer, streams: bool
+        self, coordinator: SyncCoordinator, buffer: TrajectoryGroupBuffer, streams: bool, in_order: bool
     ) -> None:
         self.streams = streams
-        self._in_order = config.run.deterministic
+        self._in_order = in_order
         self._coordinator = coordinator
         self._buffer = buffer
 

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 
-from headrace.config import RunConfig
+from headrace.config import AlarmSection
 from headrace.errors import WeightSyncError
 
 
 class Alarms:
     """Looks at the metrics of each step. A warning is given once."""
 
-    def __init__(self, config: RunConfig, tell: Callable[[str], None]) -> None:
-        self._limits = config.alarm
-        self._roles = frozenset(config.algorithm.roles)
-        rollout = config.rollout
-        # then the sampler's distribution is not the learner's by intention
-        self._differ = (
-            rollout.top_p < 1
-            or rollout.top_k > 0
-            or config.model.lora.dropout > 0
-            or config.engine.weights != "float32"
-        )
-        self._tell = tell
+    def __init__(
+        self, limits: AlarmSection, roles: Collection[str], samples_as_learned: bool, report: Callable[[str], None]
+    ) -> None:
+        """`roles` have settings of their own. Not `samples_as_learned`, sampler and learner differ by intention."""
+        self._limits = limits
+        self._roles = frozenset(roles)
+        self._samples_as_learned = samples_as_learned
+        self._report = report
         self._given: set[str] = set()
 
     def check(self, step: int, values: Mapping[str, float]) -> None:
@@ -52,14 +48,14 @@ class Alarms:
             )
 
     def warn_once(self, what: str, text: str) -> None:
-        """Tell it, unless something of the kind was told."""
+        """Report it, unless something of the kind was reported."""
         if what not in self._given:
             self._given.add(what)
-            self._tell(text)
+            self._report(text)
 
     def _check_drift(self, step: int, drift: float) -> None:
         """The learner's log-probabilities against those that the same version sampled with."""
-        if self._differ or not drift > self._limits.warn_drift:
+        if not self._samples_as_learned or not drift > self._limits.warn_drift:
             return
         found = (
             f"step {step}: sampler and learner differ by {drift:.3g} on average on tokens of the same version "

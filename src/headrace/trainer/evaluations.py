@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from headrace.config import RunConfig
 from headrace.engines.base import RolloutEngine
 from headrace.evaluation.evaluator import Evaluator, under
 from headrace.rollout.agent_loop import AgentLoop
@@ -23,7 +22,6 @@ class Evaluations:
 
     def __init__(
         self,
-        config: RunConfig,
         evaluator: Evaluator,
         manager: AgentLoop,
         engine: RolloutEngine,
@@ -32,7 +30,7 @@ class Evaluations:
         progress: Callable[[str | Callable[[], str]], None],
         history: Sequence[Metrics] = (),
     ) -> None:
-        self._sets = tuple(config.eval.sets)
+        self._sets = tuple(evaluator.sets)
         self._evaluator = evaluator
         self._manager = manager
         self._engine = engine

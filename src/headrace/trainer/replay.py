@@ -88,7 +88,7 @@ class Replay:
 
     def __iter__(self) -> Iterator[ReplayedStep]:
         parts = assemble(self.config, Given(workflow=_never))  # nothing is rolled out: the run's own may be gone
-        buffer = TrajectoryGroupBuffer(self.config, parts.grouping)
+        buffer = TrajectoryGroupBuffer(self.config)
         learner = Learner(self.config, parts.backend, parts.objective, parts.policy)
         with asyncio.Runner() as runner:
             try:

@@ -15,7 +15,7 @@ from typing import Any
 from headrace.algorithms.objectives import Objective, demonstration_sampler
 from headrace.backends.base import Backend, SaysNumerics
 from headrace.config import AlgorithmSection, RunConfig
-from headrace.config.conditions import chosen
+from headrace.config.conditions import chosen, samples_as_learned
 from headrace.config.rules import check_declared
 from headrace.data.sampler import TaskSampler
 from headrace.data.training import check_overlap, load_training, make_sampler, warn_of_bad_rows
@@ -45,7 +45,7 @@ from headrace.run.directory import Claim
 from headrace.run.journal import RunJournal, open_journal
 from headrace.run.random_state import random_states
 from headrace.scheduling.batch_source import BatchSource
-from headrace.scheduling.buffer import Grouping, TrajectoryGroupBuffer
+from headrace.scheduling.buffer import TrajectoryGroupBuffer
 from headrace.scheduling.coordinator import SyncCoordinator
 from headrace.scheduling.lifecycle import GroupLifecycle
 from headrace.scheduling.producer import Producer
@@ -106,7 +106,6 @@ class RunParts:
     evaluator: Evaluator
     objective: Objective
     policy: StalenessPolicy
-    grouping: Grouping | None
 
 
 def assemble(
@@ -123,7 +122,8 @@ def assemble(
     run, judge = run_function(config, given.workflow), configured_judger(config, given.judger)
     for name in chosen(config.algorithm, "estimator"):
         resolve("estimator", name)
-    grouping: Grouping | None = resolve("grouping", config.workflow.grouping) if config.workflow.grouping else None
+    if config.workflow.grouping:
+        resolve("grouping", config.workflow.grouping)
     policy: StalenessPolicy = resolve("staleness", config.trainer.staleness)(config.trainer.max_staleness)
     new_objective = resolve("objective", config.algorithm.objective)
     supervised = config.algorithm.objective == "sft"
@@ -157,7 +157,7 @@ def assemble(
 
     objective: Objective = new_objective(config, parts.backend, parts.chat, demonstrations, policy)
     return RunParts(
-        parts.backend, parts.engine, sampler, new_manager, parts.manager, parts.evaluator, objective, policy, grouping
+        parts.backend, parts.engine, sampler, new_manager, parts.manager, parts.evaluator, objective, policy
     )
 
 
@@ -273,7 +273,7 @@ async def open_run(
         managers = [manager, parts.eval_manager, *parts.evaluator.managers]
         held.push_async_callback(close_all, managers)
         await start_workflows(managers, config.trainer.hook_timeout_s)
-        checkpoints = CheckpointWriter(folder, parts.backend, config)
+        checkpoints = CheckpointWriter(folder, parts.backend, config.trainer, config.eval.sets)
         held.push_async_callback(checkpoints.close)
         abandoned = held.enter_context(reporting_abandoned(trackers.message))
         state = await _announced_state(config, as_given, claim, parts.backend, journal, trackers)
@@ -338,7 +338,7 @@ def _build(config: RunConfig, parts: RunParts, beside: _Beside, state: TrainerSt
     """The loops' own parts, new or as ledger and checkpoint have them."""
     section, sampler, policy, engine = config.trainer, parts.sampler, parts.policy, parts.engine
     journal, trackers, callbacks = beside.journal, beside.trackers, beside.callbacks
-    buffer = TrajectoryGroupBuffer(config, parts.grouping, beside.folder / "spill")
+    buffer = TrajectoryGroupBuffer(config, spill_dir=beside.folder / "spill")
     start = find_start(journal, buffer, state)
     coordinator = SyncCoordinator(
         policy,
@@ -350,7 +350,9 @@ def _build(config: RunConfig, parts: RunParts, beside: _Beside, state: TrainerSt
         largest_step=section.batch_size,
         account=start.account,
     )
-    lifecycle = GroupLifecycle(config, sampler, coordinator, buffer, journal, start.next_group_id)
+    lifecycle = GroupLifecycle(
+        config.rollout.group_size, config.algorithm, sampler, coordinator, buffer, journal, start.next_group_id
+    )
     resumed = restore_loops(start, journal, sampler, buffer, lifecycle, policy)
     producer = Producer(config, sampler, beside.manager, coordinator, lifecycle, resumed, journal.batch_begun_at())
     learner = Learner(config, parts.backend, parts.objective, policy)
@@ -363,13 +365,14 @@ def _build(config: RunConfig, parts: RunParts, beside: _Beside, state: TrainerSt
     )
     history = state.evaluations if state else ()
     evaluations = Evaluations(
-        config, parts.evaluator, parts.eval_manager, engine, journal, callbacks, trackers.progress, history
+        parts.evaluator, parts.eval_manager, engine, journal, callbacks, trackers.progress, history
     )
+    alarms = Alarms(config.alarm, config.algorithm.roles, samples_as_learned(config), trackers.message)
     return Run(
         config=config, folder=beside.folder, start=start, stop=stopping, backend=parts.backend, engine=engine,
         sampler=sampler, manager=beside.manager, policy=policy, journal=journal, trackers=trackers,
         callbacks=callbacks, evaluating=beside.evaluating, evaluations=evaluations,
-        alarms=Alarms(config, trackers.message), checkpoints=beside.checkpoints, coordinator=coordinator,
+        alarms=alarms, checkpoints=beside.checkpoints, coordinator=coordinator,
         buffer=buffer, lifecycle=lifecycle, producer=producer, batches=batches, learner=learner, clock=StepClock(),
         abandoned=beside.abandoned, releases_cache=shares and releases and not streams,
     )  # fmt: skip

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from headrace.algorithms.batching import to_samples
-from headrace.config import RunConfig
+from headrace.config import RunConfig, WorkflowSection
 from headrace.config.conditions import group_by_group
 from headrace.data.sample import Sample
 from headrace.data.seeds import derive_seed
@@ -84,7 +84,8 @@ class Simulation:
             batches=self._steps if ends else None,
             largest_step=trainer.batch_size,
         )
-        self.buffer = TrajectoryGroupBuffer(config)
+        by_role = config.model_copy(update={"workflow": WorkflowSection()})  # virtual episodes are no hook's
+        self.buffer = TrajectoryGroupBuffer(by_role)
         self._slots = max(1, config.rollout.max_concurrent // config.rollout.group_size)
         self._tasks = VirtualTasks(config, durations)
         self._rollouts = VirtualRollouts(section.tokens)
@@ -99,7 +100,7 @@ class Simulation:
         self._numbers = 0
         stream = trainer.stream if trainer.stream is not None else trainer.placement == "separate"
         streams = stream and trainer.updates_per_batch == 1 and group_by_group(config.algorithm)
-        self._selection = Selection(config, self.coordinator, self.buffer, streams)
+        self._selection = Selection(self.coordinator, self.buffer, streams, in_order=config.run.deterministic)
         self._learning = False
         self._step: list[FinishedGroup] = []
         self._again: list[FinishedGroup] = []
