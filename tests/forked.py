@@ -29,7 +29,7 @@ class ForkedChild:
         self.pid, self.connection = pid, connection
         self._tail = Tail(os.fdopen(printed, "rb"))
 
-    def last_words(self) -> str:
+    def last_output(self) -> str:
         return self._tail.text()
 
     def kill(self) -> None:

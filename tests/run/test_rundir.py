@@ -52,12 +52,12 @@ def stored(folder: Path) -> dict[str, Any]:
 async def test_an_unfinished_run_is_gone_on_with_and_a_finished_one_left_alone(tmp_path: Path) -> None:
     first = await begin(tmp_path)
     again = claim(tmp_path)
-    assert (again.folder, again.goes_on, again.notes) == (first, True, ()) and first == tmp_path / "try"
+    assert (again.folder, again.resumes, again.notes) == (first, True, ()) and first == tmp_path / "try"
     mark_finished(first, {"eval/words/pass@1": 0.5})
     second = claim(tmp_path)
     mark_finished(second.folder, {})
     assert [second.folder.name, claim(tmp_path).folder.name] == ["try-2", "try-3"]
-    assert second.notes == ("try is finished; this run is try-2",) and not second.goes_on
+    assert second.notes == ("try is finished; this run is try-2",) and not second.resumes
 
 
 async def test_never_leaves_an_unfinished_run_alone(tmp_path: Path) -> None:
@@ -74,11 +74,11 @@ async def test_a_path_starts_from_there_in_a_folder_of_its_own(tmp_path: Path) -
     for source in (first, first / "checkpoints" / "step_000005"):
         run = {"resume": str(source), "name": f"from-{source.name}"}
         found = claim(tmp_path, run=run, optimizer={"lr": 1e-4})
-        assert found.folder.name == run["name"] and found.start_from == source and not found.goes_on
+        assert found.folder.name == run["name"] and found.start_from == source and not found.resumes
         assert "optimizer.lr: 1e-05 → 0.0001" in found.notes[0]
         await save_one(found.folder, 7)
         again = claim(tmp_path, run=run, optimizer={"lr": 1e-4})  # the same command again goes on with what it began
-        assert again.folder == found.folder and again.goes_on
+        assert again.folder == found.folder and again.resumes
     other = claim(tmp_path, run={"resume": str(first / "checkpoints" / "step_000005")})
     assert other.folder.name == "try-2"  # under the name of the run that it comes from, too
 
@@ -116,7 +116,7 @@ async def test_its_own_path_extends_a_finished_run(tmp_path: Path) -> None:
     assert (folder / "finished").exists()
     found = claim(tmp_path, run=own, trainer={"steps": 9})
     assert stored(folder)["run"]["resume"] == "auto"  # as it was begun
-    assert found.folder == folder and found.goes_on and found.start_from is None
+    assert found.folder == folder and found.resumes and found.start_from is None
     assert found.notes == ("changed settings: trainer.steps: 5 → 9",)
     assert not (folder / "finished").exists() and stored(folder)["trainer"]["steps"] == 9
 
@@ -178,7 +178,7 @@ async def test_another_change_is_refused_with_the_difference_and_nothing_is_writ
         claim(tmp_path, **sections)
     assert says in str(raised.value) and 'run.resume = "never"' in str(raised.value)
     assert (folder / "config.json").read_bytes() == before
-    assert claim(tmp_path).goes_on  # and the lock was given back
+    assert claim(tmp_path).resumes  # and the lock was given back
 
 
 async def test_what_changes_rounding_is_refused_in_a_deterministic_run(tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ async def test_what_changes_rounding_is_refused_in_a_deterministic_run(tmp_path:
     for sections in (ALLOWED["micro-batches"][0], ALLOWED["placement"][0], {"engine": {"kept_tokens": 0}}):
         with pytest.raises(ConfigError, match="was begun with other settings"):
             claim(tmp_path, run=exact, **sections)
-    assert claim(tmp_path, run=exact, engine={"max_batch": 4}).goes_on
+    assert claim(tmp_path, run=exact, engine={"max_batch": 4}).resumes
 
 
 async def test_more_steps_of_a_falling_learning_rate_are_told_of(tmp_path: Path) -> None:
@@ -199,15 +199,15 @@ async def test_more_steps_of_a_falling_learning_rate_are_told_of(tmp_path: Path)
 def test_a_start_that_made_nothing_does_not_hold_on_to_its_settings(tmp_path: Path) -> None:
     claim(tmp_path)
     found = claim(tmp_path, optimizer={"lr": 1.0})
-    assert not found.goes_on and stored(found.folder)["optimizer"]["lr"] == 1.0
+    assert not found.resumes and stored(found.folder)["optimizer"]["lr"] == 1.0
 
 
 def test_steps_without_a_checkpoint_hold_on_to_them(tmp_path: Path) -> None:
     folder = claim(tmp_path).folder
     (folder / "metrics.jsonl").write_text('{"step": 0}\n')
-    assert not claim(tmp_path).goes_on
+    assert not claim(tmp_path).resumes
     (folder / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n')
-    assert claim(tmp_path).goes_on
+    assert claim(tmp_path).resumes
     with pytest.raises(ConfigError, match=r"optimizer\.lr"):
         claim(tmp_path, optimizer={"lr": 1.0})
 
@@ -387,4 +387,4 @@ def test_what_python_gave_is_not_looked_up_by_name_when_the_run_is_resumed(tmp_p
     with pytest.raises(ConfigError, match=says), claim_run_dir(config, objects={"workflow": "add_up"}):
         pass
     with claim_run_dir(config, objects={"workflow": "other", "tasks": "list"}) as claim:
-        assert claim.goes_on
+        assert claim.resumes

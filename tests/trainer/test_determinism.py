@@ -118,7 +118,7 @@ def test_a_deterministic_run_is_not_resumed_where_results_are_rounded_otherwise(
         pass
     assert before == {path: path.read_bytes() for path in claim.folder.rglob("*") if path.is_file()}
     with claim_run_dir(config, begun) as again:
-        assert again.goes_on
+        assert again.resumes
 
 
 def test_numerics_name_the_kernels_and_what_chooses_instructions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,7 @@ def changes(stored: dict[str, Any], config: RunConfig) -> list[Change]:
     return [change for change in found if change.stored != change.new]
 
 
-def check_going_on(stored: dict[str, Any], config: RunConfig, folder: Path) -> list[str]:
+def check_resume(stored: dict[str, Any], config: RunConfig, folder: Path) -> list[str]:
     """Raise ConfigError for what must stay as the run in `folder` has it; what else has changed, to be told."""
     found = changes(stored, config)
     refused = [change for change in found if not _may_change(change, config.run.deterministic)]

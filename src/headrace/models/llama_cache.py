@@ -64,7 +64,7 @@ class LlamaCache:
             self._hang(slot, 0, 0)
         if self.stem_lengths.any():
             for slot in slots:
-                self._leave_to_heir(slot)
+                self._hand_over(slot)
 
     def move(self, source: int, target: int, length: int) -> None:
         stem, known = self._stem(source)
@@ -107,16 +107,16 @@ class LlamaCache:
     def _hanging_on(self, slot: int) -> list[int]:
         return ((self.stem_slots == slot) & (self.stem_lengths > 0)).nonzero().flatten().tolist()
 
-    def _leave_to_heir(self, slot: int) -> None:
+    def _hand_over(self, slot: int) -> None:
         hanging = self._hanging_on(slot)
         if not hanging:
             return
-        heir = max(hanging, key=lambda other: int(self.stem_lengths[other]))
-        self._copy(slot, heir, 0, int(self.stem_lengths[heir]))
-        self._hang(heir, 0, 0)
+        successor = max(hanging, key=lambda other: int(self.stem_lengths[other]))
+        self._copy(slot, successor, 0, int(self.stem_lengths[successor]))
+        self._hang(successor, 0, 0)
         for other in hanging:
-            if other != heir:
-                self.stem_slots[other] = heir
+            if other != successor:
+                self.stem_slots[other] = successor
 
     def _copy(self, source: int, target: int, first: int, last: int) -> None:
         for tensor in (*self.keys, *self.values):

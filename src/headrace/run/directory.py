@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.config import RunConfig
-from headrace.config.compatibility import check_branching, check_going_on, check_numerics
+from headrace.config.compatibility import check_branching, check_numerics, check_resume
 from headrace.errors import ConfigError, LedgerError
 from headrace.ledger import LedgerReader
 from headrace.ledger.files import ledger_file
@@ -47,7 +47,7 @@ class Claim:
     """A run folder that is this process's alone."""
 
     folder: Path
-    goes_on: bool
+    resumes: bool
     """Whether it holds work of this run already. If not, whatever is in it is left over from a start that failed."""
     start_from: Path | None = None
     """The checkpoint, or the run folder, that the run starts from if it has no checkpoint of its own."""
@@ -241,14 +241,14 @@ def _enter(
     config: RunConfig, folder: Path, source: Path | None, numerics: dict[str, str] | None, objects: dict[str, str]
 ) -> Claim:
     """Check before anything is written: a refused start leaves the folder as it was."""
-    own, goes_on = _is_own(folder, source), holds_work(folder)
-    stored = stored_config(folder) if goes_on or own else None
+    own, resumes = _is_own(folder, source), holds_work(folder)
+    stored = stored_config(folder) if resumes or own else None
     notes = _which(config, folder)
     if own and stored is None:
         raise ConfigError(f"{folder} holds no run to go on with (it has no {_CONFIG}); give the folder of a run")
-    if goes_on:
+    if resumes:
         unknown = f"{folder} has no {_CONFIG}: whether it was begun with other settings is not known"
-        notes += [unknown] if stored is None else check_going_on(stored, config, folder)
+        notes += [unknown] if stored is None else check_resume(stored, config, folder)
         check_numerics(stored_numerics(folder), numerics or {}, folder)
         _check_objects(_stored_texts(folder, _OBJECTS), objects, folder)
     elif source is not None and not own:
@@ -266,7 +266,7 @@ def _enter(
         write_durably(folder / _NUMERICS, json.dumps(numerics, indent=2) + "\n")
     if objects:
         write_durably(folder / _OBJECTS, json.dumps(objects, indent=2) + "\n")
-    return Claim(folder, goes_on, source, tuple(notes), before)
+    return Claim(folder, resumes, source, tuple(notes), before)
 
 
 def _check_objects(stored: dict[str, str], now: dict[str, str], folder: Path) -> None:

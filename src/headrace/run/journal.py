@@ -52,7 +52,7 @@ class RunJournal:
         return self._ledger is not None
 
     @property
-    def goes_on(self) -> bool:
+    def resumes(self) -> bool:
         """Whether another process has recorded something before this one."""
         return self._ledger is not None and len(self._ledger.processes()) > 1
 

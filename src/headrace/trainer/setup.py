@@ -299,8 +299,8 @@ async def _announced_state(
     if claim.start_from is not None:
         await asyncio.to_thread(adopt, claim.folder, claim.start_from, notes.append)
     state = await load_newest(claim.folder, backend, notes.append, set_aside=True)
-    notes += journal.agree_with(state, branches=claim.start_from is not None and not claim.goes_on)
-    resumed_from = state.step if state else 0 if claim.goes_on or journal.goes_on else None
+    notes += journal.agree_with(state, branches=claim.start_from is not None and not claim.resumes)
+    resumed_from = state.step if state else 0 if claim.resumes or journal.resumes else None
     info = as_given.model_dump(mode="json")
     trackers.start(RunInfo(config.run.name, claim.folder, config.trainer.steps, info, resumed_from))
     if state is not None and "jsonl" in config.track.trackers:

@@ -22,7 +22,7 @@ class Child(Protocol):
     pid: int
     connection: socket.socket
 
-    def last_words(self) -> str:
+    def last_output(self) -> str:
         """The end of what it has printed."""
         ...
 
@@ -82,7 +82,7 @@ class ProcessChild:
         assert self._process.stdout is not None
         self._tail = Tail(self._process.stdout)
 
-    def last_words(self) -> str:
+    def last_output(self) -> str:
         return self._tail.text()
 
     def kill(self) -> None:

@@ -200,7 +200,7 @@ class ProcessEngine:
             while True:
                 was_ready = await self._converse()
                 code = await asyncio.to_thread(self._child.end, _GRACE_S)
-                await self._mourn(code, was_ready)
+                await self._handle_exit(code, was_ready)
                 self._child = await asyncio.to_thread(self._launch, self._options, self._weights.files)
         except Exception as error:  # whatever it is, every caller must hear of it
             self._error = error if isinstance(error, EngineError) else EngineError(f"{type(error).__name__}: {error}")
@@ -262,7 +262,7 @@ class ProcessEngine:
             pending.effect(message.value)
             pending.future.set_result(message.value)
 
-    async def _mourn(self, code: int, was_ready: bool) -> None:
+    async def _handle_exit(self, code: int, was_ready: bool) -> None:
         """Take note of a process that has gone; raises if another would fare no better."""
         self._before = (self._before[0] + self._health.generated_tokens, self._before[1] + self._health.busy_s)
         self._health = replace(self._health, alive=True, generated_tokens=0, busy_s=0.0, error=None)
@@ -273,11 +273,11 @@ class ProcessEngine:
         self._deaths_in_a_row += 1
         how = describe_exit(code)
         if code >= 0 and not was_ready:
-            raise EngineError(f"the engine process could not start ({how}):\n{await self._last_words()}")
+            raise EngineError(f"the engine process could not start ({how}):\n{await self._last_output()}")
         if self._deaths_in_a_row >= _MOST_DEATHS:
             raise EngineError(
                 f"the engine process died {_MOST_DEATHS} times in a row without answering a request, the last time "
-                f"{how}; is there enough memory? Its last lines:\n{await self._last_words()}"
+                f"{how}; is there enough memory? Its last lines:\n{await self._last_output()}"
             )
         self._restarts += 1
         _log.warning(
@@ -287,8 +287,8 @@ class ProcessEngine:
             len(self._pending),
         )
 
-    async def _last_words(self) -> str:
-        return await asyncio.to_thread(self._child.last_words) or "(none)"
+    async def _last_output(self) -> str:
+        return await asyncio.to_thread(self._child.last_output) or "(none)"
 
     def _fail_callers(self, what: str) -> None:
         futures = [*(pending.future for pending in self._pending.values()), *self._restarting]
