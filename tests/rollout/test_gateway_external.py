@@ -174,7 +174,7 @@ async def test_a_budget_ends_the_episode_by_its_reason(tmp_path: Path) -> None:
         ({"command": "python agent.py"}, "must be a list of words"),
         ({"command": []}, "must be a list of words"),
         ({"command": ["no-such-program"]}, 'there is no program "no-such-program"'),
-        ({"command": ["python"], "folder": "/no/such/folder"}, "is not there"),
+        ({"command": ["python"], "folder": "/no/such/folder"}, "does not exist"),
     ],
 )
 def test_a_command_that_cannot_be_started_is_told_at_once(args: dict[str, Any], said: str) -> None:

@@ -17,10 +17,10 @@ from headrace.rollout.gateway.anthropic import Messages
 from headrace.rollout.gateway.chat import ChatCompletions
 from headrace.rollout.gateway.completions import Completions
 from headrace.rollout.gateway.responses import Responses
-from headrace.rollout.gateway.wire import Call, Dialect, Fields, Refusal, Reply, parse_json, pieces
+from headrace.rollout.gateway.wire import ApiFormat, Call, Fields, Refusal, Reply, parse_json, pieces
 
-DIALECTS: list[Dialect] = [ChatCompletions(), Completions(), Responses(), Messages()]
-each_dialect = pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.path)
+API_FORMATS: list[ApiFormat] = [ChatCompletions(), Completions(), Responses(), Messages()]
+each_api = pytest.mark.parametrize("api", API_FORMATS, ids=lambda api: api.path)
 NAMES = [
     "messages", "prompt", "input", "instructions", "system", "model", "tools", "tool_choice", "parallel_tool_calls",
     "max_tokens", "max_completion_tokens", "max_output_tokens", "temperature", "top_p", "top_k", "stop", "n", "stream",
@@ -52,7 +52,7 @@ class Nothing:
         return None
 
 
-@each_dialect
+@each_api
 @settings(examples, max_examples=150)
 @given(
     st.lists(messages | parts, min_size=1, max_size=3) | values,
@@ -60,16 +60,16 @@ class Nothing:
     st.booleans(),
 )
 def test_whatever_is_asked_is_read_or_refused_with_a_sentence(
-    dialect: Dialect, asked: Any, more: dict[str, Any], lenient: bool
+    api: ApiFormat, asked: Any, more: dict[str, Any], lenient: bool
 ) -> None:
     warned: list[str] = []
-    field = {"/v1/completions": "prompt", "/v1/responses": "input"}.get(dialect.path, "messages")
+    field = {"/v1/completions": "prompt", "/v1/responses": "input"}.get(api.path, "messages")
     body = {field: asked, **more}
     try:
-        call = dialect.read(Fields(body, warn=warned.append if lenient else None), Nothing())
+        call = api.read(Fields(body, warn=warned.append if lenient else None), Nothing())
     except Refusal as refusal:
         assert 400 <= refusal.status < 500 and 10 < len(str(refusal)) < 700
-        assert json.loads(json.dumps(dialect.error(refusal)))["error"]["message"] == str(refusal)
+        assert json.loads(json.dumps(api.error(refusal)))["error"]["message"] == str(refusal)
         return
     json.dumps(call.messages)
     assert call.prompt is not None or all(isinstance(message["content"], str) for message in call.messages)
@@ -86,7 +86,7 @@ def test_a_body_is_json_or_is_refused(raw: bytes) -> None:
 
 @settings(examples)
 @given(st.text(max_size=50))
-def test_pieces_make_the_whole(text: str) -> None:
+def test_pieces_join_to_the_text(text: str) -> None:
     found = list(pieces(text))
     assert "".join(found) == text and len(found) <= 4 and all(found)
 
@@ -99,24 +99,24 @@ def reply(**fields: Any) -> Reply:
 ASKED = {"id": "call_0_0", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 
 
-@each_dialect
+@each_api
 @pytest.mark.parametrize(
     "fields",
     [{}, {"content": ""}, {"tool_calls": (ASKED, ASKED)}, {"reasoning": "Hm."}, {"finish_reason": "length"},
      {"reasoning": "", "content": "", "tool_calls": (ASKED,)}],
 )  # fmt: skip
-def test_every_answer_can_be_written_whole_and_in_events(dialect: Dialect, fields: dict[str, Any]) -> None:
+def test_every_answer_can_be_written_at_once_and_as_events(api: ApiFormat, fields: dict[str, Any]) -> None:
     call = Call("m", token_ids=True, logprobs=True, usage_in_stream=True)
-    whole = dialect.whole(call, reply(**fields))
-    events = list(dialect.events(call, reply(**fields)))
-    assert whole["headrace"]["completion_token_ids"] == [3] and "headrace" in json.dumps(events)
-    assert json.loads(json.dumps(whole)) == whole
+    answer = api.response(call, reply(**fields))
+    events = list(api.events(call, reply(**fields)))
+    assert answer["headrace"]["completion_token_ids"] == [3] and "headrace" in json.dumps(events)
+    assert json.loads(json.dumps(answer)) == answer
 
 
-@pytest.mark.parametrize(("dialect", "key"), [(DIALECTS[0], "reasoning_content"), (DIALECTS[2], "reasoning_text"),
-                                              (DIALECTS[3], "thinking")])  # fmt: skip
-def test_reasoning_is_told_apart_from_the_answer(dialect: Dialect, key: str) -> None:
-    written = json.dumps(dialect.whole(Call("m"), reply(reasoning="Hm, hm.")))
+@pytest.mark.parametrize(("api", "key"), [(API_FORMATS[0], "reasoning_content"), (API_FORMATS[2], "reasoning_text"),
+                                              (API_FORMATS[3], "thinking")])  # fmt: skip
+def test_reasoning_is_separate_from_the_answer(api: ApiFormat, key: str) -> None:
+    written = json.dumps(api.response(Call("m"), reply(reasoning="Hm, hm.")))
     assert key in written and "Hm, hm." in written and "<think>" not in written
 
 

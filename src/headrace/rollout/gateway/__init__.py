@@ -29,18 +29,18 @@ class ModelSession:
     """Where a program reaches the model of its episode."""
 
     root_url: str
-    """Of the session, without the version: what Anthropic's clients take as base URL."""
+    """The session's URL without `/v1`: the base URL for Anthropic's clients."""
     api_key: str
-    """Any will do on loopback; beyond it this is the token."""
+    """On loopback any key is accepted; otherwise this is the token."""
     session: Session
 
     @property
     def base_url(self) -> str:
-        """What OpenAI's clients take as base URL."""
+        """The base URL for OpenAI's clients."""
         return f"{self.root_url}/v1"
 
     def environment(self) -> dict[str, str]:
-        """The variables from which the clients of OpenAI and Anthropic take all this by themselves."""
+        """The environment variables that the clients of OpenAI and Anthropic read."""
         return {
             "OPENAI_BASE_URL": self.base_url,
             "OPENAI_API_KEY": self.api_key,
@@ -50,7 +50,7 @@ class ModelSession:
 
 
 def configure(settings: GatewaySection) -> None:
-    """Set what the next server of this process goes by."""
+    """Set the configuration of the next server of this process."""
     global _settings
     _settings = settings
 
@@ -59,17 +59,17 @@ def configure(settings: GatewaySection) -> None:
 async def model_session(model: Model) -> AsyncIterator[ModelSession]:
     """A URL for the episode's model, open as long as the block runs.
 
-    A limit that the episode met, or a failure of the engine, is raised here in place of what the client made of it.
+    If the episode reached a limit, or the engine failed, that error is raised here instead of the client's exception.
     """
     gateway = await load_object(f"{_SERVER}:running")(_settings)
     session: Session = gateway.open(model)
     try:
         yield ModelSession(gateway.url(session), gateway.api_key, session)
     except Exception as error:
-        trouble = session.fatal or session.limit
-        if trouble is None or trouble is error:
+        cause = session.fatal or session.limit
+        if cause is None or cause is error:
             raise
-        raise trouble from error
+        raise cause from error
     else:
         if session.fatal is not None:
             raise session.fatal
@@ -78,6 +78,6 @@ async def model_session(model: Model) -> AsyncIterator[ModelSession]:
 
 
 async def close_gateway() -> None:
-    """End the server of this event loop, if there is one. The next session starts another."""
+    """Stop the server of this event loop, if there is one. The next session starts another."""
     if _SERVER in sys.modules:
         await load_object(f"{_SERVER}:close_running")()

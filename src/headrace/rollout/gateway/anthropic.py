@@ -1,4 +1,4 @@
-"""POST /v1/messages and /v1/messages/count_tokens, as Anthropic has them."""
+"""POST /v1/messages and /v1/messages/count_tokens, in Anthropic's format."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from headrace.rollout.gateway.wire import (
     read_sampling,
     read_stop,
     read_text,
+    token_details,
     usage,
-    vendor,
 )
 from headrace.rollout.messages import ToolSchema
 
@@ -35,7 +35,7 @@ _KINDS = {
 
 
 class Messages:
-    """Blocks of content in, blocks of content out."""
+    """Content blocks in, content blocks out."""
 
     path = "/v1/messages"
 
@@ -48,10 +48,10 @@ class Messages:
         fields.end()
         return Call(messages=messages, tools=tools, stop=stop, **shared)
 
-    def whole(self, call: Call, reply: Reply) -> dict[str, Any]:
-        """The answer in one piece."""
+    def response(self, call: Call, reply: Reply) -> dict[str, Any]:
+        """The complete answer."""
         head = _head(call, reply, usage(reply.output, "input_tokens", "output_tokens", total=None))
-        return {**head, "content": list(_blocks(reply)), **_stop(reply), **vendor(call, reply)}
+        return {**head, "content": list(_blocks(reply)), **_stop(reply), **token_details(call, reply)}
 
     def events(self, call: Call, reply: Reply) -> Iterator[Event]:
         """The answer as a stream."""
@@ -61,7 +61,7 @@ class Messages:
         yield _event("message_start", message=head)
         for index, block in enumerate(_blocks(reply)):
             yield from _block_events(index, block)
-        yield _event("message_delta", delta=_stop(reply), usage=counts, **vendor(call, reply))
+        yield _event("message_delta", delta=_stop(reply), usage=counts, **token_details(call, reply))
         yield _event("message_stop")
 
     def error(self, refusal: Refusal) -> dict[str, Any]:
@@ -70,12 +70,12 @@ class Messages:
         return {"type": "error", "error": {"type": kind, "message": str(refusal), "code": refusal.code}}
 
     def error_event(self, refusal: Refusal) -> Event:
-        """A refusal after the stream has begun."""
+        """A refusal after the stream has started."""
         return "error", self.error(refusal)
 
 
 def read_conversation(fields: Fields) -> tuple[tuple[Message, ...], tuple[ToolSchema, ...]]:
-    """Messages and tools in OpenAI's form, which is the one that chat templates know."""
+    """Messages and tools in OpenAI's format, which chat templates expect."""
     given = fields.take("messages", list)
     if not given:
         fields.refuse("messages", "must hold at least one message, got []")
@@ -90,18 +90,18 @@ def _tools(fields: Fields) -> tuple[ToolSchema, ...]:
     tools: list[ToolSchema] = []
     for number, found in enumerate(fields.take("tools", list, [])):
         where = f"tools[{number}]"
-        Fields(found, where).only("type", "custom", remedy="tools that a server runs are not there")
+        Fields(found, where).only("type", "custom", remedy="server-side tools are not supported")
         tools.append(read_function(found, where, "input_schema"))
     choice = Fields(fields.take("tool_choice", dict, {"type": "auto"}), "tool_choice")
     kind = choice.take("type", str)
     if kind not in ("auto", "none"):
-        choice.refuse("type", f'must be "auto" or "none", got {kind!r}: nothing can force the model'[:300])
+        choice.refuse("type", f'must be "auto" or "none", got {kind!r}: decoding cannot be forced'[:300])
     choice.only("disable_parallel_tool_use", False, remedy="how many tools a reply calls is up to the model")
     return tuple(tools) if kind == "auto" else ()
 
 
 def _messages(found: Fields) -> Iterator[Message]:
-    """One of theirs can be several of ours: each result of a tool is a message of its own."""
+    """One Anthropic message can become several: each tool result is a message by itself."""
     role, content = found.take("role", str), found.take("content", (str, list))
     if role not in ("user", "assistant"):
         found.refuse("role", f'must be "user" or "assistant", got {role!r}'[:300])
@@ -157,10 +157,10 @@ def _block_events(index: int, block: dict[str, Any]) -> Iterator[Event]:
     field, kind = {"text": ("text", "text_delta"), "thinking": ("thinking", "thinking_delta")}.get(
         block["type"], ("input", "input_json_delta")
     )
-    whole = json.dumps(block["input"]) if field == "input" else block[field]
+    text = json.dumps(block["input"]) if field == "input" else block[field]
     yield _event("content_block_start", index=index, content_block={**block, field: {} if field == "input" else ""})
     name = "partial_json" if field == "input" else field
-    for piece in pieces(whole):
+    for piece in pieces(text):
         yield _event("content_block_delta", index=index, delta={"type": kind, name: piece})
     yield _event("content_block_stop", index=index)
 

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions, as OpenAI has it."""
+"""POST /v1/chat/completions, in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from headrace.rollout.gateway.wire import (
     read_sampling,
     read_stop,
     read_text,
+    token_details,
     usage,
-    vendor,
 )
 from headrace.rollout.messages import ToolSchema
 
 HARMLESS = ("user", "metadata", "store", "service_tier", "seed", "safety_identifier", "prompt_cache_key",
             "prompt_cache_retention")  # fmt: skip
-"""Fields that change no answer here. Seeds are the run's own, or an episode could not be told again."""
+"""Fields without effect on the answer. A client's seed is ignored: a resumed episode must sample the same tokens."""
 
 
 class ChatCompletions:
@@ -62,8 +62,8 @@ class ChatCompletions:
             **shared,
         )
 
-    def whole(self, call: Call, reply: Reply) -> dict[str, Any]:
-        """The answer in one piece."""
+    def response(self, call: Call, reply: Reply) -> dict[str, Any]:
+        """The complete answer."""
         output = reply.output
         message: Message = {"role": "assistant", "content": output.content or (None if output.tool_calls else "")}
         message["refusal"] = None
@@ -73,7 +73,7 @@ class ChatCompletions:
             message["tool_calls"] = list(output.tool_calls)
         choice = {"index": 0, "message": message, "logprobs": _logprobs(call, reply), "finish_reason": _finish(reply)}
         return {**_head(call, reply, "chat.completion"), "choices": [choice], "usage": _usage(reply),
-                **vendor(call, reply)}  # fmt: skip
+                **token_details(call, reply)}  # fmt: skip
 
     def events(self, call: Call, reply: Reply) -> Iterator[Event]:
         """The answer as a stream."""
@@ -98,7 +98,7 @@ class ChatCompletions:
                 yield chunk({"tool_calls": [{"index": index, "function": {"arguments": piece}}]})
         name, last = chunk({}, _finish(reply))
         assert isinstance(last, dict)
-        yield name, {**last, **vendor(call, reply)}
+        yield name, {**last, **token_details(call, reply)}
         if call.usage_in_stream:
             yield None, {**head, "choices": [], "usage": _usage(reply)}
         yield None, "[DONE]"
@@ -108,12 +108,12 @@ class ChatCompletions:
         return openai_error(refusal)
 
     def error_event(self, refusal: Refusal) -> Event:
-        """A refusal after the stream has begun."""
+        """A refusal after the stream has started."""
         return None, openai_error(refusal)
 
 
 def read_tools(fields: Fields) -> tuple[ToolSchema, ...]:
-    """The tools that the model is shown: none if it must not choose any."""
+    """The tools that the model sees; none with `tool_choice = "none"`."""
     tools: list[ToolSchema] = []
     for found in each(fields.take("tools", list, []), "tools"):
         found.only("type", "function", remedy="only functions can be called")
@@ -122,17 +122,17 @@ def read_tools(fields: Fields) -> tuple[ToolSchema, ...]:
 
 
 def choose_tools(fields: Fields, tools: list[ToolSchema]) -> tuple[ToolSchema, ...]:
-    """What `tool_choice` leaves of the tools."""
+    """The tools that `tool_choice` permits."""
     fields.only("parallel_tool_calls", True, remedy="how many tools a reply calls is up to the model")
     choice = fields.take("tool_choice", (str, dict), "auto")
     if choice not in ("auto", "none"):
-        said = f'must be "auto" or "none", got {choice!r}: nothing can force the model'
+        said = f'must be "auto" or "none", got {choice!r}: decoding cannot be forced'
         fields.unsupported("tool_choice", said[:300])
     return () if choice == "none" else tuple(tools)
 
 
 def refuse_several(fields: Fields, *names: str) -> None:
-    """Refuse to give several answers to one request: a client would look for them."""
+    """Refuse several answers to one request: a client would expect all of them."""
     for name in names:
         several = fields.take(name, int, 1)
         if several != 1:
@@ -140,10 +140,10 @@ def refuse_several(fields: Fields, *names: str) -> None:
 
 
 def refuse_changed_sampling(fields: Fields) -> None:
-    """Refuse what would change the distribution that is sampled from in a way that training could not follow."""
+    """Refuse what would change the sampling distribution in a way that the learner cannot reproduce."""
     for name in ("presence_penalty", "frequency_penalty"):
-        fields.only(name, 0, 0.0, remedy="the learner could not follow; leave it at 0")
-    fields.only("logit_bias", {}, remedy="the learner could not follow; leave it out")
+        fields.only(name, 0, 0.0, remedy="the learner could not reproduce it; leave it at 0")
+    fields.only("logit_bias", {}, remedy="the learner could not reproduce it; leave it out")
 
 
 def _message(found: Fields) -> Message:

@@ -1,4 +1,4 @@
-"""POST /v1/completions, as OpenAI has it: text or ids in, text out, no chat template."""
+"""POST /v1/completions, in OpenAI's format: text or ids in, text out, no chat template."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from headrace.rollout.gateway.wire import (
     pieces,
     read_sampling,
     read_stop,
+    token_details,
     usage,
-    vendor,
 )
 
 
@@ -43,10 +43,10 @@ class Completions(ChatCompletions):
         include = options.get("include_usage") is True
         return Call(prompt=prompt, stop=stop, logprobs=logprobs is not None, usage_in_stream=include, **shared)
 
-    def whole(self, call: Call, reply: Reply) -> dict[str, Any]:
-        """The answer in one piece."""
+    def response(self, call: Call, reply: Reply) -> dict[str, Any]:
+        """The complete answer."""
         choice = _choice(reply.output.text, _finish(reply), _logprobs(call, reply))
-        return {**_head(call, reply), "choices": [choice], "usage": _usage(reply), **vendor(call, reply)}
+        return {**_head(call, reply), "choices": [choice], "usage": _usage(reply), **token_details(call, reply)}
 
     def events(self, call: Call, reply: Reply) -> Iterator[Event]:
         """The answer as a stream."""
@@ -54,7 +54,7 @@ class Completions(ChatCompletions):
         for piece in pieces(reply.output.text):
             yield None, {**head, "choices": [_choice(piece, None, None)]}
         last = _choice("", _finish(reply), _logprobs(call, reply))
-        yield None, {**head, "choices": [last], **vendor(call, reply)}
+        yield None, {**head, "choices": [last], **token_details(call, reply)}
         if call.usage_in_stream:
             yield None, {**head, "choices": [], "usage": _usage(reply)}
         yield None, "[DONE]"

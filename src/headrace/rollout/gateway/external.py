@@ -1,4 +1,4 @@
-"""Workflow "external_agent": a program of any kind, started once per episode, that reaches the model over HTTP."""
+"""Workflow "external_agent": starts a program per episode, which calls the model over HTTP."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from headrace.rollout.gateway import ModelSession, close_gateway, model_session
 from headrace.rollout.model_client import Model
 from headrace.utils.child_environment import child_environment
 
-_TAIL = 64 * 1024  # bytes of output that are kept
+_TAIL = 64 * 1024  # bytes of output to keep
 _SHOWN = 2000  # characters of stderr in an error
 _VARIABLE_LIMIT = 100_000  # bytes; systems refuse longer variables
 _LEFT_S = 2.0  # for the last output of a program that has ended
@@ -30,7 +30,7 @@ _PROXIES = ("NO_PROXY", "no_proxy")
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """What a program left behind."""
+    """Exit code and output of a program."""
 
     code: int
     stdout: str
@@ -40,9 +40,9 @@ class Ended:
 class ExternalAgent:
     """Starts `command` for each episode, with its task as JSON on stdin and in HEADRACE_TASK.
 
-    Its environment is what `child_environment` passes on and `environment`, and points the clients of OpenAI and
-    Anthropic to the model. If the last line that it prints is an object with a "reward", that is the reward; else the
-    judger decides. It is killed, with all that it has started, when it ends and when the episode's time is over.
+    Its environment is that of `child_environment` plus `environment`, and points the clients of OpenAI and Anthropic to
+    the model. If the last line that it prints is an object with a "reward", that is the reward; otherwise the judger
+    decides. Its process group is killed when the program ends and at the episode's deadline.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class ExternalAgent:
         if shutil.which(first, path=None if os.sep not in first else "") is None and not Path(first).is_file():
             raise ConfigError(f'there is no program "{command[0]}" to start; give its path, or install it')
         if folder is not None and not Path(folder).is_dir():
-            raise ConfigError(f'folder "{folder}" of the external agent is not there; create it, or leave it out')
+            raise ConfigError(f'folder "{folder}" of the external agent does not exist; create it, or leave it out')
         self._command = (first, *command[1:])
         self._environment = dict(environment or {})
         self._environ()  # a missing variable is reported now
@@ -71,11 +71,11 @@ class ExternalAgent:
         return _reward(ended.stdout)
 
     async def close(self) -> None:
-        """End the server: the run is over."""
+        """Stop the server at the end of the run."""
         await close_gateway()
 
     async def _program(self, task: str, session: ModelSession) -> Ended:
-        """Run the program to its end, or until the engine has failed."""
+        """Run the program until it ends or the engine fails."""
         async with self._started(task, session) as process:
             assert process.stdin and process.stdout and process.stderr
             feeding = asyncio.create_task(_feed(process.stdin, task))
@@ -84,7 +84,7 @@ class ExternalAgent:
             helpers: list[asyncio.Task[Any]] = [feeding, *outputs, ending, broken]
             try:
                 await asyncio.wait({ending, broken}, return_when=asyncio.FIRST_COMPLETED)
-                _kill(process)  # what it has started and left behind would hold the pipes open
+                _kill(process)  # its children would hold the pipes open
                 await asyncio.wait({ending, *outputs}, timeout=_LEFT_S)
                 said = [output.result() if output.done() else "" for output in outputs]
                 return Ended(process.returncode or 0, *said)
@@ -95,7 +95,7 @@ class ExternalAgent:
 
     @asynccontextmanager
     async def _started(self, task: str, session: ModelSession) -> AsyncIterator[_Process]:
-        """The program, in a process group of its own, which is gone afterwards."""
+        """The program in its own process group, which is killed at the end of the block."""
         loop = asyncio.get_running_loop()
         transport, protocol = await loop.subprocess_exec(
             lambda: _Protocol(_TAIL, loop), *self._command, cwd=self._folder, start_new_session=True,
@@ -109,7 +109,7 @@ class ExternalAgent:
                 _kill(process)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(process.ended.wait(), _LEFT_S)
-            _kill(process)  # its leader is gone; nothing of the group may outlive it
+            _kill(process)  # the leader has ended; kill the rest of its group
             transport.close()
 
     def _variables(self, task: str, session: ModelSession) -> dict[str, str]:
@@ -126,7 +126,7 @@ class ExternalAgent:
 
 
 class _Protocol(asyncio.subprocess.SubprocessStreamProtocol):
-    """Tells when the program itself has ended; `Process.wait` waits for all that hold its pipes, too."""
+    """Signals that the program itself has ended; `Process.wait` also waits for all that hold its pipes."""
 
     def __init__(self, limit: int, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(limit, loop)
@@ -138,7 +138,7 @@ class _Protocol(asyncio.subprocess.SubprocessStreamProtocol):
 
 
 class _Process(asyncio.subprocess.Process):
-    """A program, and when it ends."""
+    """A program, and an event for its end."""
 
     def __init__(
         self, transport: asyncio.SubprocessTransport, protocol: _Protocol, loop: asyncio.AbstractEventLoop
@@ -148,7 +148,7 @@ class _Process(asyncio.subprocess.Process):
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:
-    """Kill the whole process group; its leader may be gone already."""
+    """Kill the process group; its leader may have ended already."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
 
@@ -163,10 +163,10 @@ async def _feed(stdin: asyncio.StreamWriter, text: str) -> None:
 
 
 async def _tail(stream: asyncio.StreamReader) -> str:
-    kept = b""
+    tail = b""
     while piece := await stream.read(_TAIL):
-        kept = (kept + piece)[-_TAIL:]
-    return kept.decode(errors="replace")
+        tail = (tail + piece)[-_TAIL:]
+    return tail.decode(errors="replace")
 
 
 def _reward(stdout: str) -> float | None:

@@ -1,4 +1,4 @@
-"""POST /v1/responses, as OpenAI has it. `previous_response_id` reaches back within the session."""
+"""POST /v1/responses, in OpenAI's format. `previous_response_id` works within the session."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from headrace.rollout.gateway.wire import (
     read_function,
     read_sampling,
     read_text,
+    token_details,
     usage,
-    vendor,
 )
 from headrace.rollout.messages import ToolSchema
 
@@ -41,7 +41,7 @@ class Responses:
         tools = choose_tools(fields, list(_tools(fields)))
         messages = [*_earlier(fields, before), *_messages(given)]
         instructions = fields.take("instructions", str, None)
-        if instructions:  # they hold for one response: those of the responses before are gone
+        if instructions:  # they apply to one response only
             messages = [{"role": "system", "content": instructions}, *messages]
         if not messages:
             fields.refuse("input", "must hold at least one item, got []")
@@ -54,11 +54,11 @@ class Responses:
         fields.end()
         return Call(messages=tuple(messages), tools=tools, **shared)
 
-    def whole(self, call: Call, reply: Reply) -> dict[str, Any]:
-        """The answer in one piece."""
+    def response(self, call: Call, reply: Reply) -> dict[str, Any]:
+        """The complete answer."""
         status = "incomplete" if reply.cut else "completed"
         return {**_head(call, reply, status), "output": list(_items(reply)), "usage": _usage(reply),
-                **vendor(call, reply)}  # fmt: skip
+                **token_details(call, reply)}  # fmt: skip
 
     def events(self, call: Call, reply: Reply) -> Iterator[Event]:
         """The answer as a stream."""
@@ -79,15 +79,15 @@ class Responses:
             for kind, data in _inside(item):
                 yield event(kind, **at, **data)
             yield event("response.output_item.done", output_index=index, item=item)
-        whole = self.whole(call, reply)
-        yield event(f"response.{whole['status']}", response=whole)
+        full = self.response(call, reply)
+        yield event(f"response.{full['status']}", response=full)
 
     def error(self, refusal: Refusal) -> dict[str, Any]:
         """A refusal."""
         return openai_error(refusal)
 
     def error_event(self, refusal: Refusal) -> Event:
-        """A refusal after the stream has begun."""
+        """A refusal after the stream has started."""
         return "error", {"type": "error", **openai_error(refusal)}
 
 
@@ -104,12 +104,12 @@ def _earlier(fields: Fields, before: Conversations) -> tuple[Message, ...]:
 def _tools(fields: Fields) -> Iterator[ToolSchema]:
     for number, found in enumerate(fields.take("tools", list, [])):
         where = f"tools[{number}]"
-        Fields(found, where).only("type", "function", remedy="tools that a server runs are not there")
+        Fields(found, where).only("type", "function", remedy="server-side tools are not supported")
         yield read_function(found, where)
 
 
 def _messages(given: str | list[Any]) -> list[Message]:
-    """Items as messages: what the assistant said and called in one turn is one message."""
+    """Items as messages: the text and tool calls of one assistant turn are one message."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     messages: list[Message] = []
@@ -126,7 +126,7 @@ def _messages(given: str | list[Any]) -> list[Message]:
 
 
 def _add(messages: list[Message], found: Fields, kind: str) -> None:
-    """Put an item into the turn that it belongs to. `open`: the assistant's turn goes on."""
+    """Add an item to its turn. `open`: the assistant's turn is not finished."""
     role = found.take("role", str) if kind == "message" else "assistant"
     role = "system" if role == "developer" else role
     if role not in ("system", "user", "assistant"):
@@ -182,7 +182,7 @@ def _items(reply: Reply) -> Iterator[dict[str, Any]]:
 
 
 def _inside(item: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What a stream tells of an item between its beginning and its end."""
+    """The stream events of an item, between its first and its last one."""
     if item["type"] == "function_call":
         for piece in pieces(item["arguments"]):
             yield "response.function_call_arguments.delta", {"delta": piece}

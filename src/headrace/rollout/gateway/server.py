@@ -28,15 +28,15 @@ from headrace.rollout.gateway.completions import Completions
 from headrace.rollout.gateway.responses import Responses
 from headrace.rollout.gateway.session import Session
 from headrace.rollout.gateway.stream import EventStream
-from headrace.rollout.gateway.wire import Call, Dialect, Fields, Identity, Refusal, Reply, openai_error, parse_json
+from headrace.rollout.gateway.wire import ApiFormat, Call, Fields, Identity, Refusal, Reply, openai_error, parse_json
 from headrace.rollout.model_client import Model
 from headrace.utils.http_server import HttpServer, Rules, listen
 
 log = logging.getLogger("headrace")
 
-DIALECTS: tuple[Dialect, ...] = (ChatCompletions(), Completions(), Responses(), Messages())
-_LAST_WORDS_S = 1.0  # for answers on their way when the server ends
-_NO_RETRY = {"x-should-retry": "false"}  # the clients of both OpenAI and Anthropic go by it
+API_FORMATS: tuple[ApiFormat, ...] = (ChatCompletions(), Completions(), Responses(), Messages())
+_DRAIN_S = 1.0  # for answers that are being sent when the server stops
+_NO_RETRY = {"x-should-retry": "false"}  # honoured by the clients of OpenAI and Anthropic
 
 
 class Gateway:
@@ -53,16 +53,16 @@ class Gateway:
 
     @property
     def sessions(self) -> int:
-        """How many are open."""
+        """Number of open sessions."""
         return len(self._sessions)
 
     @property
     def api_key(self) -> str:
-        """What clients are to send as their key."""
+        """The key that clients must send."""
         return self._token or "headrace"
 
     def url(self, session: Session) -> str:
-        """Where a session is reached."""
+        """The URL of a session."""
         assert self._socket is not None
         host = self._settings.public_host or self._settings.host
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
@@ -76,27 +76,27 @@ class Gateway:
         return session
 
     async def drop(self, session: Session) -> None:
-        """End a session; its calls under way are cancelled."""
+        """End a session and cancel its running calls."""
         self._sessions.pop(session.id, None)
         await session.close()
 
     async def start(self) -> None:
-        """Listen."""
+        """Start to listen."""
         self._socket = _listen(self._settings)
         self._server = HttpServer(self._app(), self._rules())
         self._serving = await self._server.begin(self._socket)
         self._serving.add_done_callback(lambda _: _forget(self))
 
     async def close(self) -> None:
-        """End all sessions, and the server."""
+        """End all sessions and stop the server."""
         for session in list(self._sessions.values()):
             await self.drop(session)
         if self._server is None or self._serving is None:
             return
         answering = self._server.server_state.tasks
         if answering:
-            await asyncio.wait(set(answering), timeout=_LAST_WORDS_S)
-        self._serving.cancel()  # its own way of ending takes a tenth of a second or more
+            await asyncio.wait(set(answering), timeout=_DRAIN_S)
+        self._serving.cancel()  # an orderly shutdown takes a tenth of a second or more
         await asyncio.wait({self._serving})
 
     def _warn_once(self, sentence: str) -> None:
@@ -117,21 +117,21 @@ class Gateway:
     def _app(self) -> Starlette:
         routes: list[Route] = []
         for prefix in ("/s/{session}", ""):
-            for dialect in DIALECTS:
-                endpoint = partial(self._told, dialect, partial(self._answer, dialect))
-                routes.append(Route(prefix + dialect.path, endpoint, methods=["POST"]))
-            count = partial(self._told, DIALECTS[-1], self._count_tokens)
+            for api in API_FORMATS:
+                endpoint = partial(self._respond, api, partial(self._answer, api))
+                routes.append(Route(prefix + api.path, endpoint, methods=["POST"]))
+            count = partial(self._respond, API_FORMATS[-1], self._count_tokens)
             routes.append(Route(f"{prefix}/v1/messages/count_tokens", count, methods=["POST"]))
-            models = partial(self._told, DIALECTS[0], self._models)
+            models = partial(self._respond, API_FORMATS[0], self._models)
             routes.append(Route(f"{prefix}/v1/models", models, methods=["GET"]))
         app = Starlette(routes=routes, exception_handlers={HTTPException: _no_such_route})
         app.router.redirect_slashes = False
         return app
 
-    async def _told(
-        self, dialect: Dialect, endpoint: Callable[[Request], Awaitable[Response]], request: Request
+    async def _respond(
+        self, api: ApiFormat, endpoint: Callable[[Request], Awaitable[Response]], request: Request
     ) -> Response:
-        """What an endpoint answers; a refusal in the API's own form."""
+        """Call an endpoint; answer errors in the format of the API."""
         try:
             return await endpoint(request)
         except ClientDisconnect:
@@ -140,47 +140,47 @@ class Gateway:
             refusal = found
         except HeadraceError as error:
             refusal = Refusal(400, str(error))
-        except Exception as error:  # ours: told to both sides, and the next request is another one
+        except Exception as error:  # a bug in the gateway: log it and report it to the client
             log.exception("the gateway failed to answer a request")
             refusal = Refusal(500, f"the gateway failed: {type(error).__name__}: {error}", "internal_error")
-        return JSONResponse(dialect.error(refusal), refusal.status, _NO_RETRY)
+        return JSONResponse(api.error(refusal), refusal.status, _NO_RETRY)
 
-    async def _answer(self, dialect: Dialect, request: Request) -> Response:
+    async def _answer(self, api: ApiFormat, request: Request) -> Response:
         session = self._session_of(request)
         raw = await request.body()
         warn = session.warn_once if self._settings.unsupported == "warn" else None
-        call = dialect.read(Fields(parse_json(raw), warn=warn), session)
+        call = api.read(Fields(parse_json(raw), warn=warn), session)
         task = session.start(call, _identity(request, raw))
-        gone = asyncio.create_task(_gone(request))
+        disconnected = asyncio.create_task(_disconnected(request))
         streaming = False
         try:
             wait_s = self._settings.keep_alive_s if call.stream else None
-            await asyncio.wait({task, gone}, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
-            if call.stream and not gone.done():
+            await asyncio.wait({task, disconnected}, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+            if call.stream and not disconnected.done():
                 if task.done():
-                    _result(task)  # while the status can still tell of a failure
+                    _result(task)  # raises now, while the status code can still report a failure
                 streaming = True
-                return EventStream(self._frames(dialect, call, task), gone, task)
+                return EventStream(self._frames(api, call, task), disconnected, task)
             if not task.done():
-                return Response(status_code=499)  # nobody is there to read it
-            return JSONResponse(dialect.whole(call, _result(task)))
+                return Response(status_code=499)  # the client has disconnected
+            return JSONResponse(api.response(call, _result(task)))
         finally:
             if not streaming:
-                gone.cancel()
-                task.cancel()  # of no effect on one that is done
+                disconnected.cancel()
+                task.cancel()  # no effect if it is done
 
-    async def _frames(self, dialect: Dialect, call: Call, task: asyncio.Task[Reply]) -> AsyncIterator[bytes]:
-        """The bytes of a stream: comments while the model is at work, then the whole reply in a few events."""
+    async def _frames(self, api: ApiFormat, call: Call, task: asyncio.Task[Reply]) -> AsyncIterator[bytes]:
+        """The bytes of a stream: comments while the model samples, then the complete reply in a few events."""
         while not task.done():
             await asyncio.wait({task}, timeout=self._settings.keep_alive_s)
             if not task.done():
-                yield b": the model is at work\n\n"
+                yield b": sampling\n\n"
         try:
             reply = _result(task)
         except Refusal as refusal:
-            yield _frame(*dialect.error_event(refusal))
+            yield _frame(*api.error_event(refusal))
             return
-        yield b"".join(_frame(name, data) for name, data in dialect.events(call, reply))
+        yield b"".join(_frame(name, data) for name, data in api.events(call, reply))
 
     async def _count_tokens(self, request: Request) -> Response:
         session = self._session_of(request)
@@ -194,7 +194,7 @@ class Gateway:
         return JSONResponse({"object": "list", "data": [model]})
 
     def _session_of(self, request: Request) -> Session:
-        """By the URL or, without one there, by the key, after the token if there is one."""
+        """The session named by the URL or, if it names none, by the API key (after the token, if there is one)."""
         scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
         key = bearer.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
         name = request.path_params.get("session")
@@ -229,12 +229,12 @@ async def close_running() -> None:
     """End the gateway of this event loop, if there is one."""
     starting = _running.pop(asyncio.get_running_loop(), None)
     if starting is not None:
-        with contextlib.suppress(ConfigError):  # it never began
+        with contextlib.suppress(ConfigError):  # it never started
             await (await starting).close()
 
 
 def _forget(gateway: Gateway) -> None:
-    """A gateway holds its event loop, which would never go away."""
+    """Remove a stopped gateway: it would keep its event loop alive."""
     loop = asyncio.get_running_loop()
     known = _running.get(loop)
     if known is None or not known.done() or known.cancelled() or known.exception() is not None:
@@ -265,13 +265,13 @@ def _listen(settings: GatewaySection) -> socket.socket:
 
 
 def _refuse(path: str, status: int, sentence: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """What does not reach the routes, in the form of the API that was asked."""
-    dialect = next((one for one in DIALECTS if path.endswith(one.path)), DIALECTS[0])
-    return dialect.error(Refusal(status, sentence)), {} if status in (408, 503) else _NO_RETRY
+    """The answer to a request that reaches no route, in the format of the API it was meant for."""
+    api = next((one for one in API_FORMATS if path.endswith(one.path)), API_FORMATS[0])
+    return api.error(Refusal(status, sentence)), {} if status in (408, 503) else _NO_RETRY
 
 
 def _identity(request: Request, raw: bytes) -> Identity:
-    """A client's own key says all. The clients of OpenAI and Anthropic send none, but count their retries."""
+    """Use the client's idempotency key. The clients of OpenAI and Anthropic send none, but count their retries."""
     key = request.headers.get("idempotency-key")
     if key:
         return Identity(f"key {key}", unique=True, retried=True)
@@ -286,8 +286,8 @@ def _result(task: asyncio.Task[Reply]) -> Reply:
     return task.result()
 
 
-async def _gone(request: Request) -> None:
-    """Until the client has hung up."""
+async def _disconnected(request: Request) -> None:
+    """Return when the client has disconnected."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
@@ -299,6 +299,6 @@ def _frame(name: str | None, data: dict[str, Any] | str) -> bytes:
 
 async def _no_such_route(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
-    known = ", ".join(dialect.path for dialect in DIALECTS)
+    known = ", ".join(api.path for api in API_FORMATS)
     refusal = Refusal(status, f"there is no such route ({status}); POST to {known}, under the session's URL")
     return JSONResponse(openai_error(refusal), status, _NO_RETRY)

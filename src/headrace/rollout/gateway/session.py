@@ -1,4 +1,4 @@
-"""A session: one episode's model behind a URL of its own."""
+"""A session: the model of one episode behind its own URL."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from headrace.rollout.model_client import Model
 class Session:
     """Answers the calls that come in for one episode.
 
-    `limit` is the limit that the newest call met, and `fatal` what no program may hide: both are told to the workflow
-    in place of what its client made of them.
+    `limit` is the limit that the newest call reached. `fatal` is an error that no program may hide. The workflow gets
+    both instead of its client's exception.
     """
 
     def __init__(self, model: Model, warn_once: Callable[[str], None]) -> None:
@@ -39,30 +39,30 @@ class Session:
         self.limit: HeadraceError | None = None
         self.fatal: Exception | None = None
         self.broken = asyncio.Event()
-        """Set when `fatal` is: there is no point in going on."""
+        """Set together with `fatal`: the program can stop."""
         self.warn_once = warn_once
         self._calls: set[asyncio.Task[Reply]] = set()
-        self._under_way: dict[str, asyncio.Task[Reply]] = {}
+        self._running: dict[str, asyncio.Task[Reply]] = {}
         self._answers: dict[str, Reply] = {}
-        self._given_up: Counter[str] = Counter()
+        self._unanswered: Counter[str] = Counter()
         self._conversations: dict[str, tuple[Message, ...]] = {}
 
     def start(self, call: Call, identity: Identity) -> asyncio.Task[Reply]:
-        """Begin to answer. A request that was made before gets the answer that was lost, if there is one."""
+        """Start to answer. A retried request gets the recorded answer, if there is one."""
         key = identity.key
-        earlier = self._under_way.get(key) if identity.unique else None
+        earlier = self._running.get(key) if identity.unique else None
         answer: Coroutine[Any, Any, Reply]
-        answer = self._again(call, key, earlier) if identity.retried else self._answer(call, key)
+        answer = self._retry(call, key, earlier) if identity.retried else self._answer(call, key)
         task = asyncio.create_task(answer)
         self._calls.add(task)
         task.add_done_callback(self._calls.discard)
         if identity.unique:
-            self._under_way[key] = task
+            self._running[key] = task
             task.add_done_callback(lambda done: self._ended(key, done))
         return task
 
     def conversation(self, response_id: str) -> tuple[Message, ...] | None:
-        """What was said up to a response, and the response."""
+        """The messages up to a response, and the response."""
         return self._conversations.get(response_id)
 
     def count_tokens(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> int:
@@ -70,7 +70,7 @@ class Session:
         return len(self.model.template.render(messages, tools))
 
     async def close(self) -> None:
-        """End the calls under way; their clients are told that the session is over."""
+        """Cancel the running calls; their clients get an error that says that the session has ended."""
         calls = list(self._calls)
         for task in calls:
             task.cancel()
@@ -79,17 +79,17 @@ class Session:
         self._conversations.clear()
 
     def _ended(self, key: str, task: asyncio.Task[Reply]) -> None:
-        if self._under_way.get(key) is task:
-            del self._under_way[key]
+        if self._running.get(key) is task:
+            del self._running[key]
 
-    async def _again(self, call: Call, key: str, earlier: asyncio.Task[Reply] | None) -> Reply:
-        """The answer to a request that may have been answered before."""
+    async def _retry(self, call: Call, key: str, earlier: asyncio.Task[Reply] | None) -> Reply:
+        """Answer a request that may have been answered before."""
         if earlier is not None:
-            # its connection is gone, or there would be no retry; it may still come to its end before that is noticed
+            # its connection is lost, or there would be no retry; it may still finish before that is noticed
             earlier.cancel()
             await asyncio.wait({earlier})
-        if self._given_up[key]:  # of equal requests side by side, this is one that was not answered
-            self._given_up[key] -= 1
+        if self._unanswered[key]:  # of several identical concurrent requests, this one was not answered
+            self._unanswered[key] -= 1
             return await self._answer(call, key)
         return self._answers.get(key) or await self._answer(call, key)
 
@@ -99,10 +99,10 @@ class Session:
         except HeadraceError as error:
             raise self._refusal(error) from error
         except Exception as error:
-            self._break(error)
+            self._fail(error)
             raise Refusal(500, f"the call failed: {type(error).__name__}: {error}", "internal_error") from error
         except asyncio.CancelledError:
-            self._given_up[key] += 1
+            self._unanswered[key] += 1
             raise
         self.limit = None
         decode = self.model.template.decode
@@ -120,10 +120,10 @@ class Session:
         return await self.model.chat(call.messages, call.role, call.tools, **sampling)
 
     def _sampling(self, call: Call) -> dict[str, Any]:
-        """What a client may change: a reply can be cut earlier. What is sampled from is the run's to say."""
+        """A client may shorten a reply. The run decides about the sampling distribution."""
         own = self.model.sampling.filled(DEFAULT_SAMPLING)
-        for name, wish in call.wishes.items():
-            if wish != getattr(own, name):
+        for name, value in call.requested_sampling.items():
+            if value != getattr(own, name):
                 self.warn_once(f"clients' {name} is ignored: the run file decides how replies are sampled")
         changed: dict[str, Any] = {}
         if call.max_tokens is not None and call.max_tokens < (own.max_tokens or 0):
@@ -136,12 +136,11 @@ class Session:
         """The stop string that ended the reply."""
         if not call.stop:
             return None
-        whole = self.model.template.decode(output.completion_ids)
-        rest = whole[len(output.text) :]
+        rest = self.model.template.decode(output.completion_ids)[len(output.text) :]
         return next((word for word in call.stop if rest.startswith(word)), None)
 
     def _refusal(self, error: HeadraceError) -> Refusal:
-        """How a failed call is told to the client. None of these is worth a retry."""
+        """The answer to a failed call. No retry would help."""
         match error:
             case Refusal():
                 return error
@@ -154,12 +153,12 @@ class Session:
             case DivergedReplay():
                 return Refusal(409, str(error), "diverged_replay")
             case EngineError() | LedgerError():
-                self._break(error)
+                self._fail(error)
                 return Refusal(500, str(error), "engine_failed")
             case ConfigError() | DataError():
                 return Refusal(400, str(error), "invalid_value")
         return Refusal(400, str(error))
 
-    def _break(self, error: Exception) -> None:
+    def _fail(self, error: Exception) -> None:
         self.fatal = error
         self.broken.set()

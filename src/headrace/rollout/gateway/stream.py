@@ -1,4 +1,4 @@
-"""A streamed response that ends the call under way when its reader hangs up."""
+"""A streamed response that cancels its call when the client disconnects."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from starlette.types import Receive, Scope, Send
 
 
 class EventStream(Response):
-    """Server-sent events. `gone` ends when the client hangs up; then `call` is cancelled."""
+    """Server-sent events. When the task `disconnected` ends, `call` is cancelled."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, frames: AsyncIterator[bytes], gone: asyncio.Task[None], call: asyncio.Task[Any]) -> None:
+    def __init__(self, frames: AsyncIterator[bytes], disconnected: asyncio.Task[None], call: asyncio.Task[Any]) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._frames = frames
-        self._gone = gone
+        self._disconnected = disconnected
         self._call = call
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send until all is said, or nobody listens."""
-        self._gone.add_done_callback(self._hang_up)
+        """Send until the stream ends or the client disconnects."""
+        self._disconnected.add_done_callback(self._cancel_call)
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             async for frame in self._frames:
                 await send({"type": "http.response.body", "body": frame, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
-            self._gone.cancel()
+            self._disconnected.cancel()
             self._call.cancel()
 
-    def _hang_up(self, gone: asyncio.Task[None]) -> None:
-        if not gone.cancelled():
+    def _cancel_call(self, disconnected: asyncio.Task[None]) -> None:
+        if not disconnected.cancelled():
             self._call.cancel()

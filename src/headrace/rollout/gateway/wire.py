@@ -1,4 +1,4 @@
-"""What goes over the wire, in any of the APIs: requests taken apart with care, refusals that say what is wrong."""
+"""Shared by all APIs: parsing and validating requests, and the errors that say what is wrong."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from headrace.data.task import Message
 from headrace.errors import WorkflowError
 from headrace.rollout.messages import ToolSchema
 
-_PIECES = 4  # of a streamed text: the engine gives whole replies, so more would only cost time
+_PIECES = 4  # of a streamed text: the engine returns complete replies, so more would only cost time
 _MISSING = object()
 _ROLE = re.compile(r"[\w.-]{1,64}")
 
 
 class Refusal(WorkflowError):
-    """A request that is not answered; the client gets the sentence and the status."""
+    """A request that is refused; the client gets the message and the status."""
 
     def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)
@@ -30,9 +30,9 @@ class Refusal(WorkflowError):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What a client asks for, whichever API it speaks. `prompt` is set where it gives text or ids, not messages.
+    """A request, in any API. `prompt` is set if it has text or ids instead of messages.
 
-    `temperature`, `top_p` and `top_k` are what the client would like; the run decides.
+    `requested_sampling` holds the client's `temperature`, `top_p` and `top_k`. They are ignored: the run decides.
     """
 
     model: str
@@ -42,7 +42,7 @@ class Call:
     stream: bool = False
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
-    wishes: Mapping[str, float] = field(default_factory=dict)
+    requested_sampling: Mapping[str, float] = field(default_factory=dict)
     logprobs: bool = False
     top_logprobs: int = 0
     token_ids: bool = False
@@ -57,9 +57,9 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What tells a request from others: its `key`, which is `unique` if the client made it, not the gateway.
+    """Identifies a request by `key`, which is `unique` if the client made it.
 
-    `retried`: it may be one that was made before.
+    `retried`: the request may be a retry.
     """
 
     key: str
@@ -69,7 +69,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What the model said, and what an API may want to tell of it."""
+    """The model's reply, with what an API may report about it."""
 
     id: str
     created: int
@@ -88,13 +88,13 @@ Event = tuple[str | None, dict[str, Any] | str]
 
 
 class Conversations(Protocol):
-    """What was said before under an id (OpenAI's previous_response_id)."""
+    """Earlier conversations by id (OpenAI's previous_response_id)."""
 
     def conversation(self, response_id: str) -> tuple[Message, ...] | None: ...
 
 
-class Dialect(Protocol):
-    """One API: how its requests are read, and its answers written."""
+class ApiFormat(Protocol):
+    """One API: how its requests are read and its answers written."""
 
     path: str
 
@@ -102,8 +102,8 @@ class Dialect(Protocol):
         """The request, or a Refusal."""
         ...
 
-    def whole(self, call: Call, reply: Reply) -> dict[str, Any]:
-        """The answer in one piece."""
+    def response(self, call: Call, reply: Reply) -> dict[str, Any]:
+        """The complete answer."""
         ...
 
     def events(self, call: Call, reply: Reply) -> Iterator[Event]:
@@ -115,12 +115,12 @@ class Dialect(Protocol):
         ...
 
     def error_event(self, refusal: Refusal) -> Event:
-        """A refusal after the stream has begun."""
+        """A refusal after the stream has started."""
         ...
 
 
 class Fields:
-    """An object of a request. Every field is taken once; what is left over in the end is refused."""
+    """An object of a request. Each field is taken once; fields that nothing took are refused."""
 
     def __init__(self, found: Any, where: str = "", warn: Callable[[str], None] | None = None) -> None:
         if not isinstance(found, dict):
@@ -130,7 +130,7 @@ class Fields:
         self._warn = warn
 
     def take(self, name: str, kind: type | tuple[type, ...], default: Any = _MISSING) -> Any:
-        """The field, which must be of a kind. Without a default it must be there."""
+        """The field, which must have one of these types. Without a default it is required."""
         value = self._left.pop(name, default)
         if value is _MISSING:
             self.refuse(name, "is missing")
@@ -142,40 +142,40 @@ class Fields:
         return value
 
     def only(self, name: str, *allowed: Any, remedy: str = "leave it out") -> None:
-        """A field that may only say what happens anyway."""
+        """A field that may only have the values that are in effect anyway."""
         value = self._left.pop(name, _MISSING)
         if value is not _MISSING and not any(type(value) is type(one) and value == one for one in allowed):
             self.unsupported(name, f"is not supported with the value {shown(value)}; {remedy}")
 
     def ignore(self, *names: str) -> None:
-        """Fields that change nothing in the answer."""
+        """Skip fields without effect on the answer."""
         for name in names:
             self._left.pop(name, None)
 
     def end(self) -> None:
-        """Refuse what nobody took."""
+        """Refuse the fields that nothing took."""
         for name in self._left:
             self.unsupported(name, "is not supported; leave it out")
 
     def unsupported(self, name: str, problem: str) -> None:
-        """Refuse what cannot be done or, where the run file says so, warn of it and go on without."""
+        """Refuse an unsupported field or, if the run file says so, warn and ignore it."""
         if self._warn is None:
             self.refuse(name, problem)
         self._warn(f'a client\'s "{name[:200]}" {problem}')
 
     def refuse(self, name: str, problem: str) -> NoReturn:
-        """Say what is wrong with a field."""
+        """Raise a Refusal that names the field."""
         path = f"{self.where}.{name}" if self.where else name
         raise Refusal(400, f'"{path[:200]}" {problem}', "unsupported_value", path[:200])
 
 
 _NAMES: dict[type, str] = {
-    str: "text", int: "a whole number", float: "a number", bool: "true or false", list: "a list", dict: "an object"
+    str: "text", int: "an integer", float: "a number", bool: "true or false", list: "a list", dict: "an object"
 }  # fmt: skip
 
 
 def shown(value: Any) -> str:
-    """A value in a sentence, not longer than a sentence."""
+    """A value for a message, shortened if it is long."""
     text = json.dumps(value, default=repr)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
@@ -189,26 +189,26 @@ def parse_json(raw: bytes) -> Any:
     try:
         found = json.loads(raw, parse_constant=no_constant)
         if b"\\ud" in raw or b"\\uD" in raw:
-            json.dumps(found, ensure_ascii=False).encode()  # half a surrogate pair is no text, and fails later
+            json.dumps(found, ensure_ascii=False).encode()  # half a surrogate pair would fail later
         return found
     except (ValueError, RecursionError) as error:
         raise Refusal(400, f"the body is not valid JSON: {str(error)[:200] or type(error).__name__}") from None
 
 
 def read_sampling(fields: Fields, *limits: str) -> dict[str, Any]:
-    """The fields on sampling that most APIs share, as arguments of Call; `limits` are their names of max_tokens."""
+    """The sampling fields that most APIs share, as arguments of Call; `limits` are the API's names of max_tokens."""
     given = [fields.take(name, int, None) for name in limits]
     lengths = [value for value in given if value is not None]
     if any(value < 1 for value in lengths):
         fields.refuse(limits[0], f"must be at least 1, got {min(lengths)}")
-    wishes = {name: fields.take(name, (int, float), None) for name in ("temperature", "top_p", "top_k")}
+    requested = {name: fields.take(name, (int, float), None) for name in ("temperature", "top_p", "top_k")}
     model = fields.take("model", str, "headrace/agent")
     if model.startswith("headrace/") and not _ROLE.fullmatch(model.partition("/")[2]):
         fields.refuse("model", f"{shown(model)} names no role; a role has letters, digits, dots and dashes, 64 at most")
     return {
         "model": model,
         "max_tokens": min(lengths, default=None),
-        "wishes": {name: float(value) for name, value in wishes.items() if value is not None},
+        "requested_sampling": {name: float(value) for name, value in requested.items() if value is not None},
         "stream": fields.take("stream", bool, False),
         "token_ids": fields.take("return_token_ids", bool, False),
     }
@@ -239,7 +239,7 @@ def read_text(content: Any, where: str, *kinds: str) -> str:
 
 
 def read_function(found: Any, where: str, schema: str = "parameters") -> ToolSchema:
-    """A tool in OpenAI's form. `strict` is taken off: nothing forces the model to keep to a schema."""
+    """A tool in OpenAI's format. `strict` is dropped: decoding is not constrained to a schema."""
     fields = Fields(found, where)
     name = fields.take("name", str)
     function = {"name": name, "description": fields.take("description", str, "")}
@@ -253,8 +253,8 @@ def pieces(text: str) -> Iterator[str]:
         yield text[at : at + size]
 
 
-def vendor(call: Call, reply: Reply) -> dict[str, Any]:
-    """What was read and sampled to the token, for those who ask with "return_token_ids"."""
+def token_details(call: Call, reply: Reply) -> dict[str, Any]:
+    """Token ids, log-probabilities and versions, if the request has "return_token_ids"."""
     if not call.token_ids:
         return {}
     output = reply.output
@@ -263,14 +263,14 @@ def vendor(call: Call, reply: Reply) -> dict[str, Any]:
 
 
 def openai_error(refusal: Refusal) -> dict[str, Any]:
-    """A refusal as OpenAI writes it."""
+    """A refusal in OpenAI's format."""
     kind = {401: "authentication_error", 404: "not_found_error"}.get(refusal.status, "invalid_request_error")
     kind = "server_error" if refusal.status >= 500 else kind
     return {"error": {"message": str(refusal), "type": kind, "param": refusal.param, "code": refusal.code}}
 
 
 def usage(output: ModelOutput, prompt: str, completion: str, total: str | None = "total_tokens") -> dict[str, Any]:
-    """Exact counts, under an API's own names."""
+    """Exact token counts, under the API's names."""
     read, sampled = len(output.prompt_ids), len(output.completion_ids)
     return {prompt: read, completion: sampled, **({total: read + sampled} if total else {})}
 
