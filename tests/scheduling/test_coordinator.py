@@ -103,7 +103,7 @@ class Loops:
             self.check_ages(ages)
             self.settle("trained", len(chosen))
             self.version += 1
-            self.coordinator.published(self.version)
+            self.coordinator.synced(self.version)
         else:
             self.settle("filtered", len(chosen))
             self.opened -= 1
@@ -194,7 +194,7 @@ def test_groups_that_are_trained_in_the_order_of_their_start_are_never_older_tha
                 coordinator.completed(group_id)
                 coordinator.taken(group_id)
             coordinator.settled(trained=batch_size)
-            coordinator.published(coordinator.version + 1)
+            coordinator.synced(coordinator.version + 1)
 
 
 def started(coordinator: SyncCoordinator, *group_ids: int) -> None:
@@ -207,7 +207,7 @@ def train(coordinator: SyncCoordinator, *group_ids: int) -> None:
     for group_id in group_ids:
         coordinator.taken(group_id)
     coordinator.settled(trained=len(group_ids) * EPISODES)
-    coordinator.published(coordinator.version + 1)
+    coordinator.synced(coordinator.version + 1)
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
@@ -218,7 +218,7 @@ def test_generation_may_run_ahead_by_the_staleness_bound_and_no_further(max_stal
     assert not coordinator.may_open_batch()
     with pytest.raises(AssertionError, match="beyond the staleness bound"):
         coordinator.open_batch()
-    coordinator.published(1)
+    coordinator.synced(1)
     assert coordinator.may_open_batch()
 
 
@@ -255,7 +255,7 @@ def test_a_group_in_training_keeps_its_place_until_its_weights_are_out() -> None
     coordinator.completed(0)
     coordinator.taken(0)
     assert not coordinator.may_start(), "it would start under a version that is one too old by then"
-    coordinator.published(1)
+    coordinator.synced(1)
     assert coordinator.may_start()
 
 
@@ -303,7 +303,7 @@ def test_overdue_groups_do_not_count_beyond_the_capacity() -> None:
     coordinator = SyncCoordinator(Trust(0), 1, capacity=3)
     for group_id in range(3):
         started(coordinator, group_id)
-        coordinator.published(group_id + 1)  # trained from elsewhere; the group is overdue now
+        coordinator.synced(group_id + 1)  # trained from elsewhere; the group is overdue now
     assert not coordinator.may_start()
 
 
@@ -317,7 +317,7 @@ def test_wait_names_the_groups_that_the_next_step_would_find_too_old() -> None:
     train(coordinator, 1)
     assert coordinator.due() == [0]
     with pytest.raises(AssertionError, match="before every due group was trained"):
-        coordinator.published(2)
+        coordinator.synced(2)
     coordinator.completed(0)
     assert coordinator.due() == [0]
     train(coordinator, 0)
@@ -329,11 +329,11 @@ def test_only_drop_throws_whole_groups_away_and_by_their_oldest_token() -> None:
         coordinator = SyncCoordinator(policy, 2, version=5)
         coordinator.started(0, EPISODES)
         coordinator.started(1, EPISODES)
-        coordinator.published(6)
+        coordinator.synced(6)
         coordinator.completed(0, oldest=5)
         coordinator.completed(1, oldest=6)
         if not isinstance(policy, Wait):  # which would not let it come to this
-            coordinator.published(7)
+            coordinator.synced(7)
         assert coordinator.stale() == ([0] if isinstance(policy, Drop) else [])
 
 
@@ -369,5 +369,5 @@ def test_settling_an_episode_twice_asserts() -> None:
 @pytest.mark.parametrize("version", [3, 5])
 def test_a_version_comes_after_the_one_before_it(version: int) -> None:
     coordinator = SyncCoordinator(Count(0), version=3)
-    with pytest.raises(AssertionError, match=f"version {version} was published after 3"):
-        coordinator.published(version)
+    with pytest.raises(AssertionError, match=f"version {version} was synced after 3"):
+        coordinator.synced(version)

@@ -154,7 +154,7 @@ def test_learning_on_the_first_groups_hides_all_but_the_last_piece() -> None:
     assert simulate(even(*words, "--trainer.stream=true")).steps_per_s == pytest.approx(1 / (2 * 10 + 4 / 4))
 
 
-def test_without_partial_rollouts_nothing_runs_when_weights_are_published() -> None:
+def test_without_partial_rollouts_nothing_runs_at_a_weight_sync() -> None:
     config = small("--trainer.partial_rollouts=false")
     simulation = Simulation(config, durations_of(config))
     seen: list[int] = []

@@ -79,7 +79,7 @@ MISTAKES = {
     "durations twice": (FROM_RUN, "simulate.slow_share = 0.1 has no effect: simulate.from_run has measured it"),
     "places of a recorded run": (
         [*FROM_RUN, "--simulate.slow_share", "0", "--simulate.grid", "{ rollout.max_concurrent = [8] }"],
-        "how long groups waited for a place is in the durations",
+        "durations include the wait for a slot",
     ),
     "filtered without a filter": (["--simulate.filtered_share", "0.5"], "or set filters.drop_uniform = true"),
     "only warm-up": (["--simulate.warmup", "20"], "leaves none to count"),

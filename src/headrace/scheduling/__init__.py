@@ -1,1 +1,1 @@
-"""Scheduling: which groups are started, when they are trained, and what becomes of stale ones."""
+"""Scheduling: which groups start, when they are trained, and how stale ones are handled."""

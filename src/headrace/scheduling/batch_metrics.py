@@ -1,4 +1,4 @@
-"""What a training batch looked like, as metrics."""
+"""Metrics of a training batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headrace.tracking.metrics import MetricsAggregator, Reducer
 
 
 def batch_metrics(finished: Sequence[FinishedGroup], samples: Sequence[Sample], version: int) -> MetricsAggregator:
-    """Rewards, lengths, staleness and the users' own episode metrics."""
+    """Rewards, lengths, staleness and the episode metrics of users."""
     metrics = MetricsAggregator()
     episodes = [episode for item in finished for episode in item.episodes if not episode.failed]
     groups = [group for item in finished for group in item.groups if group.has_rewards and _is_sampled(group)]
@@ -49,14 +49,14 @@ def batch_metrics(finished: Sequence[FinishedGroup], samples: Sequence[Sample], 
 
 
 class RewardsBeforeFilters:
-    """The rewards of all groups as they became complete: what `reward/mean` would be if no filter dropped any."""
+    """The rewards of all complete groups: `reward/mean` without filters."""
 
     def __init__(self, algorithm: AlgorithmSection) -> None:
         self._untrained = {name for name, role in algorithm.roles.items() if not role.train}
         self._rewards: list[float] = []
 
     def add(self, group: FinishedGroup) -> None:
-        """A group is complete, dropped or not. Failed episodes have no reward to count."""
+        """Add a complete group, dropped or not. Failed episodes have no reward."""
         self._rewards += [
             trajectory.final_reward
             for episode in group.episodes
@@ -68,7 +68,7 @@ class RewardsBeforeFilters:
         ]
 
     def metrics(self) -> MetricsAggregator:
-        """Of the groups that were added since this was last asked."""
+        """Of the groups added since the last call."""
         metrics, rewards = MetricsAggregator(), self._rewards
         self._rewards = []
         if rewards:
@@ -79,10 +79,10 @@ class RewardsBeforeFilters:
 def _mean(values: Sequence[float]) -> float:
     try:
         return fmean(values)
-    except OverflowError:  # of the sum; their mean is a float
+    except OverflowError:  # the sum overflows, the mean does not
         return mean(values)
 
 
 def _is_sampled(group: TrajectoryGroup) -> bool:
-    """Whether the policy said any of it; the rewards of demonstrations and given pairs say nothing of the policy."""
+    """Whether the policy sampled any of it; rewards of demonstrations and given pairs say nothing about the policy."""
     return any(step.versions is not None for trajectory in group.trajectories for step in trajectory.steps)

@@ -1,7 +1,7 @@
-"""Selection bias: what was submitted against what was trained, by source, length and duration.
+"""Selection bias: trained against submitted tasks, by source, length and duration.
 
-An asynchronous run that drops or masks slow work trains on other tasks than it was given. These figures show it: 1 is
-no bias, below 1 is too little.
+An asynchronous run that drops or masks slow work trains on another mix of tasks than it was given. These metrics show
+it: 1 is no bias, below 1 is under-represented.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from headrace.tracking.metrics import MetricsAggregator, Reducer
 
 
 class SelectionBias:
-    """Counts over the whole run."""
+    """Counts over the run."""
 
     def __init__(self) -> None:
         self._submitted: Counter[str] = Counter()
         self._trained: Counter[str] = Counter()
         self._finished = _Sums()
-        self._kept = _Sums()
+        self._used = _Sums()
         self._duration_s: dict[int, float] = {}
 
     def submitted(self, source: str) -> None:
@@ -28,30 +28,30 @@ class SelectionBias:
         self._submitted[source] += 1
 
     def finished(self, group: FinishedGroup, duration_s: float) -> None:
-        """All episodes of a group are there; whether it will be trained is open."""
+        """All episodes of a group have finished; whether it will be trained is open."""
         self._finished.add(group, duration_s)
         if group.dropped_because is None:
             self._duration_s[group.group_id] = duration_s
 
     def dropped(self, group: FinishedGroup) -> None:
-        """A whole group is not trained after all."""
+        """A complete group will not be trained."""
         self._duration_s.pop(group.group_id, None)
 
     def trained(self, groups: Iterable[FinishedGroup]) -> None:
-        """Groups were trained; one that is trained again counts once."""
+        """Groups were trained; a reused one counts once."""
         for group in groups:
             duration_s = self._duration_s.pop(group.group_id, None)
             if duration_s is not None:
-                self._kept.add(group, duration_s)
+                self._used.add(group, duration_s)
                 self._trained[group.episodes[0].source] += 1
 
     def metrics(self) -> MetricsAggregator:
         """Ratios of trained to submitted."""
         metrics = MetricsAggregator()
-        if not self._kept.groups:
+        if not self._used.groups:
             return metrics
-        metrics.record("bias/length", _ratio(self._kept.length, self._finished.length), Reducer.LAST)
-        metrics.record("bias/duration", _ratio(self._kept.duration_s, self._finished.duration_s), Reducer.LAST)
+        metrics.record("bias/length", _ratio(self._used.length, self._finished.length), Reducer.LAST)
+        metrics.record("bias/duration", _ratio(self._used.duration_s, self._finished.duration_s), Reducer.LAST)
         submitted, trained = self._submitted.total(), self._trained.total()
         for source, count in self._submitted.items() if len(self._submitted) > 1 else ():
             share = _ratio(self._trained[source] / trained, count / submitted)
@@ -80,5 +80,5 @@ class _Sums:
         return self._duration_s / self.groups
 
 
-def _ratio(part: float, whole: float) -> float:
-    return part / whole if whole else 1.0
+def _ratio(part: float, total: float) -> float:
+    return part / total if total else 1.0

@@ -1,6 +1,6 @@
-"""TrajectoryGroupBuffer: holds finished episodes until a group is whole, filters, hands out groups.
+"""TrajectoryGroupBuffer: holds finished episodes until their group is complete, filters, and holds complete groups.
 
-Pure bookkeeping, without a clock: the trainer's loops and the simulator drive the very same object.
+Bookkeeping without a clock: the trainer's loops and the simulator use the same class.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from headrace.utils.usercode import contained, reason_of
 
 @dataclass(frozen=True, slots=True)
 class FinishedGroup:
-    """All episodes of one dispatched task, and what of them is to be trained."""
+    """All episodes of one dispatched task, and the part of them to be trained."""
 
     group_id: int
     episodes: tuple[Episode, ...]
     groups: tuple[TrajectoryGroup, ...]
     kept: int
-    """Episodes that are to be trained; 0 if the group was dropped."""
+    """Episodes to be trained; 0 if the group was dropped."""
     dropped_because: str | None = None
 
     @property
@@ -37,18 +37,18 @@ class FinishedGroup:
 
     @property
     def filtered(self) -> int:
-        """Episodes that neither failed nor are trained."""
+        """Episodes that neither failed nor will be trained."""
         return len(self.episodes) - self.failed - self.kept
 
     @property
     def oldest_version(self) -> int | None:
-        """The version of the oldest token that is to be trained; None where no policy sampled any."""
+        """The version of the oldest token to be trained; None if no policy sampled any."""
         steps = (s for group in self.groups for trajectory in group.trajectories for s in trajectory.steps)
         return min((min(step.versions) for step in steps if step.versions), default=None)
 
     @property
     def tokens(self) -> int:
-        """Tokens of all model calls, prompts included."""
+        """Tokens of all model calls, including prompts."""
         steps = (s for episode in self.episodes for trajectory in episode.trajectories for s in trajectory.steps)
         return sum(len(step.prompt_ids) + len(step.response_ids) for step in steps)
 
@@ -58,9 +58,9 @@ Grouping = Callable[[Sequence[Episode]], Sequence[TrajectoryGroup]]
 
 
 class TrajectoryGroupBuffer:
-    """Episodes until their group is whole, and whole groups until they are trained.
+    """Holds episodes until their group is complete, and complete groups until they are trained.
 
-    With `spill_dir`, whole groups beyond `produce.spill_above_mb` wait on disk.
+    With `spill_dir`, complete groups in excess of `produce.spill_above_mb` are on disk.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class TrajectoryGroupBuffer:
         self._used: dict[int, tuple[FinishedGroup, int]] = {}
 
     def add_episode(self, episode: Episode, group_size: int) -> FinishedGroup | None:
-        """Keep an episode; the group, if it is now whole."""
+        """Add an episode. Returns its group if that is now complete."""
         episodes = self._partial.setdefault(episode.group_id, [])
         episodes.append(episode)
         if len(episodes) < group_size:
@@ -90,14 +90,14 @@ class TrajectoryGroupBuffer:
         return self.add(episode.group_id, sorted(episodes, key=lambda e: e.rollout_idx))
 
     def add(self, group_id: int, episodes: Iterable[Episode]) -> FinishedGroup:
-        """Form the groups of one task's episodes; a dropped one is not kept, and says why."""
+        """Add all episodes of a task. A group that filters drop is returned with the reason, but not held."""
         finished = self.form(group_id, episodes)
         if finished.dropped_because is None:
             self._complete.put(finished)
         return finished
 
     def form(self, group_id: int, episodes: Iterable[Episode]) -> FinishedGroup:
-        """What `add` makes of episodes, without keeping it."""
+        """Group and filter episodes like `add`, without holding the result."""
         episodes = tuple(episodes)
         sound = [episode for episode in episodes if not episode.failed]
         kept = drop_by_termination(sound, self._filters.drop_terminations)
@@ -113,14 +113,14 @@ class TrajectoryGroupBuffer:
         return FinishedGroup(group_id, episodes, enough, len(kept) if reason is None else 0, reason)
 
     def _form(self, episodes: Sequence[Episode]) -> Sequence[TrajectoryGroup]:
-        """Groups by role, or as the user's hook says. Its failure is no episode's fault: the run ends with it."""
+        """Group by role, or by the user's hook. A failing hook ends the run: no episode is at fault."""
         if self._grouping is None:
             return form_groups(episodes)
         doing = f'the grouping hook "{self._hook_name}" failed on task "{episodes[0].task_id}"'
         try:
             with contained("it", self._hook_timeout_s):
                 groups = list(self._grouping(episodes))
-        except Exception as cause:  # ours too: only the hook's name says where to look
+        except Exception as cause:  # our own errors too: the message must name the hook
             raise WorkflowError(f"{doing}: {reason_of(cause)}") from cause
         wrong = [type(group).__name__ for group in groups if not isinstance(group, TrajectoryGroup)]
         if wrong:
@@ -128,7 +128,7 @@ class TrajectoryGroupBuffer:
         return [replace(group, group_id=episodes[0].group_id) for group in groups]
 
     def __len__(self) -> int:
-        """Whole groups that wait to be trained."""
+        """Complete groups that wait to be trained."""
         return len(self._complete)
 
     def __contains__(self, group_id: int) -> bool:
@@ -136,16 +136,16 @@ class TrajectoryGroupBuffer:
 
     @property
     def partial_groups(self) -> int:
-        """Groups of which some episodes are there and some are not."""
+        """Groups with some finished and some missing episodes."""
         return len(self._partial)
 
     @property
     def spilled(self) -> int:
-        """Whole groups that wait on disk."""
+        """Complete groups on disk."""
         return self._complete.spilled
 
     def take(self, count: int, first: Iterable[int] = ()) -> list[FinishedGroup]:
-        """Up to `count` whole groups: those named `first`, then by `produce.order`; sorted by their dispatch."""
+        """Remove up to `count` complete groups: those named `first`, then by `produce.order`; sorted by dispatch."""
         chosen = [group_id for group_id in first if group_id in self._complete]
         for group_id in self._complete.ordered(self._order):
             if len(chosen) >= count:
@@ -156,32 +156,32 @@ class TrajectoryGroupBuffer:
 
     @property
     def reusable(self) -> Collection[int]:
-        """Groups that were trained and may be trained again."""
+        """Trained groups that may be reused."""
         return self._used.keys()
 
     def retain(self, trained: Iterable[FinishedGroup]) -> None:
-        """Keep groups that were trained, if they may be trained again; of too many, the newest."""
+        """Hold trained groups that may be reused; of too many, the newest."""
         for group in trained:
             uses = self._used.pop(group.group_id, (group, 0))[1] + 1
             if uses < self._reuse:
                 self._used[group.group_id] = (group, uses)
-        for group_id in sorted(self._used)[: -self._most_used]:  # steps may not come to use up all that is left over
+        for group_id in sorted(self._used)[: -self._most_used]:  # steps may not need all of them
             del self._used[group_id]
 
     def used(self) -> list[tuple[int, int]]:
-        """Groups that may be trained again: id, and how often they were trained."""
+        """Groups that may be reused: id, and how often they were trained."""
         return [(group_id, uses) for group_id, (_, uses) in self._used.items()]
 
     def restore_used(self, group: FinishedGroup, uses: int) -> None:
-        """Keep a group that was trained so often before the run was interrupted."""
+        """Hold a group that an earlier process trained `uses` times."""
         self._used[group.group_id] = (group, uses)
 
     def usable(self, is_stale: Callable[[FinishedGroup], bool]) -> int:
-        """How many groups `take_used` could give."""
+        """How many groups `take_used` could return."""
         return sum(not is_stale(group) for group, _ in self._used.values())
 
     def take_used(self, count: int, is_stale: Callable[[FinishedGroup], bool]) -> list[FinishedGroup]:
-        """Up to `count` groups to be trained again, the least used and newest first; stale ones are forgotten."""
+        """Up to `count` groups to reuse, the least used and newest first; discards stale ones."""
         self._used = {g: (group, uses) for g, (group, uses) in self._used.items() if not is_stale(group)}
         ranked = sorted(self._used, key=lambda g: (self._used[g][1], -g))
         return [self._used[group_id][0] for group_id in sorted(ranked[: max(count, 0)])]
@@ -191,7 +191,7 @@ _BYTES_PER_TOKEN = 200  # id, log-probabilities, version and their share of the 
 
 
 class _Store:
-    """Whole groups by id, in the order in which they became whole; beyond a limit of memory, on disk."""
+    """Complete groups by id, in order of completion; above a memory limit, on disk."""
 
     def __init__(self, folder: Path | None, limit_mb: float) -> None:
         self._folder = folder
@@ -245,7 +245,7 @@ class _Store:
 
 
 def _after_failures(reason: str, sound: int, of: int) -> str:
-    """Why a group was dropped of which episodes failed: that is what is to be mended."""
+    """The reason with the failed episodes first: those are what the user should fix."""
     failed = f"{of - sound} of {of} episodes failed"
     if reason != UNIFORM:
         return f"{failed}, which leaves {reason}"
@@ -253,7 +253,7 @@ def _after_failures(reason: str, sound: int, of: int) -> str:
 
 
 def _numbered(episode: Episode) -> Episode:
-    """The episode with trajectories that know which rollout they are of, wherever a grouping takes them."""
+    """The episode with `rollout_idx` on its trajectories, so that it survives grouping."""
     own = tuple(replace(trajectory, rollout_idx=episode.rollout_idx) for trajectory in episode.trajectories)
     return replace(episode, trajectories=own)
 
@@ -275,10 +275,10 @@ def group_by_step(episodes: Sequence[Episode]) -> list[TrajectoryGroup]:
     members: dict[tuple[str, int], list[Trajectory]] = {}
     for episode in episodes:
         for trajectory in impute_names(episode.trajectories):
-            for place, step in enumerate(trajectory.steps):
+            for index, step in enumerate(trajectory.steps):
                 reward = step.reward if step.reward is not None else trajectory.reward
                 alone = replace(trajectory, steps=(step,), reward=reward)
-                members.setdefault((trajectory.name, place), []).append(alone)
+                members.setdefault((trajectory.name, index), []).append(alone)
     first = episodes[0]
     return [
         TrajectoryGroup(first.task_id, name, tuple(trajectories), first.group_id, first.source)

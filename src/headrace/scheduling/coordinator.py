@@ -1,6 +1,6 @@
-"""SyncCoordinator: versions, admission, what is in flight, and the account of episodes.
+"""SyncCoordinator: versions, admission, groups in flight, and the account of episodes.
 
-Pure logic: no clock, no I/O, no async. The trainer's loops and the simulator drive the very same object.
+Pure logic: no clock, no I/O, no async. The trainer's loops and the simulator use the same class.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from headrace.scheduling.staleness import StalenessPolicy
 
 
 class SyncCoordinator:
-    """Decides when work may start, and what a step must wait for.
+    """Decides when groups may start, and which groups a step must wait for.
 
-    Batch k is trained to make version k + 1. A batch may be opened for every version up to `version + max_staleness`,
-    so that generation runs ahead by no more than the bound. `capacity` and `over_sample` (a share of `batch_size`)
-    bound the groups that run or wait; `batches` is how many the run needs in all; `largest_step` is how many groups a
-    step may ask for (`enlarge`); `account` is where the run stood when it was interrupted.
+    Training batch k makes version k + 1. A batch may be opened for every version up to `version + max_staleness`, so
+    generation runs ahead by no more than the bound. `capacity` and `over_sample` (a share of `batch_size`) limit the
+    groups that run or wait; `batches` is the number of batches that the run needs; `largest_step` is the most groups
+    that a step may take (`enlarge`); `account` is the account of an interrupted run.
     """
 
     def __init__(
@@ -46,11 +46,11 @@ class SyncCoordinator:
         self._paused = False
         self._running: dict[int, int] = {}
         self._running_since: Counter[int] = Counter()
-        self._running_overdue = 0  # kept up to date, so that admission is not a walk over all groups
+        self._running_overdue = 0  # updated incrementally: admission must not loop over all groups
         self._complete: dict[int, int] = {}
         self._in_step = 0
-        self._extra = 0  # groups that the step takes beyond a batch, to be full
-        self._surplus = 0  # groups that steps trained beyond a batch, as due or extra: the last would lack them
+        self._extra = 0  # groups that the step takes in excess of its batch, to fill it
+        self._surplus = 0  # groups that steps trained in excess of a batch: the last step would lack them
         account = account or Account()
         self._dispatched, self._pending = account.dispatched, account.pending
         self._trained, self._filtered = account.trained, account.filtered
@@ -59,31 +59,31 @@ class SyncCoordinator:
     # ---- admission ------------------------------------------------------------------------------------------------
 
     def may_open_batch(self) -> bool:
-        """Whether the tasks of one more batch may be drawn."""
+        """Whether another batch of tasks may be drawn."""
         more = -(-(self._overdue() + self._surplus + self._extra) // self._batch_size)
         if self._last_batch is not None and self._batches_opened >= self._last_batch + more:
             return False
         return self._batches_opened <= self.version + self.policy.max_staleness + more
 
     def open_batch(self) -> None:
-        """The tasks of one more batch are drawn."""
+        """Another batch of tasks is drawn."""
         assert self.may_open_batch(), "a batch was opened beyond the staleness bound"
         self._batches_opened += 1
 
     def enlarge(self, extra: int) -> None:
-        """The step that trains at this version takes so many groups beyond a batch: they may be opened for it."""
+        """The step at this version takes `extra` groups in excess of its batch; they may be opened for it."""
         self._extra = extra
 
     def needs(self, batches: int) -> None:
-        """From this version on, the run needs so many batches, and no more are opened."""
+        """From this version on, the run needs this many batches; no more are opened."""
         self._last_batch = self.version + batches
 
     def skipped(self) -> None:
-        """An opened batch came to no update, so another may be opened for the same version."""
+        """An opened batch made no update; another may be opened for the same version."""
         self._batches_opened -= 1
-        self._step_over()
+        self._end_step()
 
-    def _step_over(self) -> None:
+    def _end_step(self) -> None:
         self._surplus += max(0, self._in_step - self._batch_size)
         self._in_step = self._extra = 0
 
@@ -93,11 +93,11 @@ class SyncCoordinator:
         if self._paused or held >= self._capacity:
             return False
         on_time = held - self._overdue()
-        # groups in training count until their weights are out: what starts now starts under the version before
+        # groups in training count until the weight sync: what starts now starts under the version before
         return on_time < self._window and on_time + self._in_step < self._ahead
 
     def pause(self) -> None:
-        """No group starts until `resume`; what runs goes on. Waiting until none does is a drain."""
+        """No group starts until `resume`. Running groups continue; waiting for them is a drain."""
         self._paused = True
 
     def resume(self) -> None:
@@ -106,7 +106,7 @@ class SyncCoordinator:
 
     @property
     def paused(self) -> bool:
-        """Whether groups are kept from starting."""
+        """Whether no group may start."""
         return self._paused
 
     @property
@@ -116,18 +116,17 @@ class SyncCoordinator:
 
     @property
     def waiting(self) -> int:
-        """Whole groups that wait to be trained."""
+        """Complete groups that wait to be trained."""
         return len(self._complete)
 
     def _overdue(self) -> int:
-        """Running groups beyond the bound that do not count in admission; 0 where the policy does not excuse them."""
+        """Running groups over the bound that admission does not count; 0 if the policy counts them."""
         return self._running_overdue if self.policy.excuses_overdue else 0
 
-    # ---- the way of a group ---------------------------------------------------------------------------------------
+    # ---- the life of a group ----------------------------------------------------------------------------------------
 
     def started(self, group_id: int, episodes: int, since: int | None = None) -> None:
-        """A group of so many episodes is being rolled out, under the current version (or, taken up, `since` an older
-        one) and later ones."""
+        """A group of `episodes` episodes is running, from the current version on (a resumed one: from `since` on)."""
         born = self.version if since is None else since
         self._running[group_id] = born
         self._running_since[born] += 1
@@ -136,23 +135,23 @@ class SyncCoordinator:
         self._pending += episodes
 
     def completed(self, group_id: int, oldest: int | None = None) -> None:
-        """All episodes of a group are there, and it is to be trained; `oldest` is the version of its oldest token."""
-        started = self._stopped(group_id)
+        """A group is complete and waits to be trained; `oldest` is the version of its oldest token."""
+        started = self._stop_running(group_id)
         self._complete[group_id] = started if oldest is None else oldest
 
     def taken(self, group_id: int) -> None:
-        """A whole group goes into the step that trains at this version."""
+        """The step at this version takes a complete group."""
         del self._complete[group_id]
         self._in_step += 1
 
     def discarded(self, group_id: int) -> None:
-        """A group comes to nothing."""
+        """A group will not be trained."""
         if group_id in self._running:
-            self._stopped(group_id)
+            self._stop_running(group_id)
         else:
             del self._complete[group_id]
 
-    def _stopped(self, group_id: int) -> int:
+    def _stop_running(self, group_id: int) -> int:
         started = self._running.pop(group_id)
         self._running_since[started] -= 1
         if not self._running_since[started]:
@@ -162,23 +161,23 @@ class SyncCoordinator:
         return started
 
     def due(self) -> list[int]:
-        """Groups that must be in the step that trains at this version, or they would be too old for the next."""
+        """Groups that the step at this version must take: at the next version they would be too old."""
         if not self.policy.waits_for_due:
             return []
         oldest = self.version - self.policy.max_staleness
         return sorted(g for held in (self._running, self._complete) for g, born in held.items() if born <= oldest)
 
     def complete_in_order(self) -> list[int]:
-        """Whole groups that were started before every group that still runs, in the order of their start."""
+        """Complete groups that started before every running group, in the order of their start."""
         first = min(self._running, default=None)
         return sorted(group_id for group_id in self._complete if first is None or group_id < first)
 
     def stale(self) -> list[int]:
-        """Whole groups that the policy throws away."""
+        """Complete groups that the policy drops."""
         return sorted(g for g, oldest in self._complete.items() if self.policy.is_stale(self.version - oldest))
 
     def settled(self, *, trained: int = 0, filtered: int = 0, failed: int = 0, stale: int = 0) -> None:
-        """Pending episodes found their end."""
+        """Pending episodes have reached a final state."""
         self._pending -= trained + filtered + failed + stale
         assert self._pending >= 0, "an episode was settled twice"
         self._trained += trained
@@ -188,16 +187,16 @@ class SyncCoordinator:
 
     # ---- versions -------------------------------------------------------------------------------------------------
 
-    def published(self, version: int) -> None:
+    def synced(self, version: int) -> None:
         """The engine has the weights of `version`."""
-        assert version == self.version + 1, f"version {version} was published after {self.version}"
-        assert not self.due(), "weights were published before every due group was trained"
+        assert version == self.version + 1, f"version {version} was synced after {self.version}"
+        assert not self.due(), "weights were synced before every due group was trained"
         self.version = version
-        self._step_over()
+        self._end_step()
         self._running_overdue += self._running_since[version - self.policy.max_staleness - 1]
 
     def account(self) -> Account:
-        """The conservation count."""
+        """The account of episodes, checked."""
         account = Account(self._dispatched, self._trained, self._filtered, self._failed, self._stale, self._pending)
         settled = account.trained + account.filtered + account.failed + account.stale
         assert account.dispatched == settled + account.pending, f"episodes were lost: {account}"

@@ -5,9 +5,9 @@
                  │            └────────────────▶ stale      older than the staleness policy trains
                  └─────────────────────────────▶ dropped    failed, or filtered
 
-One method per transition. Each updates all that keep book of groups: the coordinator (admission, versions, account),
+One method per transition. Each updates everything that tracks groups: the coordinator (admission, versions, account),
 the buffer (episodes), the ledger (durable), the sampler (a curriculum learns from outcomes), and the metrics of
-durations and selection bias. A group that may be trained again has left this life: the buffer retains it.
+durations and selection bias. A group that may be reused is no longer tracked here: the buffer holds it.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from headrace.weights.base import SyncedWeights
 
 
 class Changes:
-    """Wakes the loops that wait for a change of coordinator or buffer."""
+    """Wakes the loops that wait for a change of the coordinator or the buffer."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
 
     def notify(self) -> None:
-        """Wake everyone who waits."""
+        """Wake all waiting loops."""
         self._event.set()
         self._event = asyncio.Event()
 
@@ -48,13 +48,13 @@ class Changes:
         await self._event.wait()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until a condition holds. It must change nothing: it is evaluated at every change."""
+        """Wait until a condition holds. It must have no side effects: it is evaluated at every change."""
         while not condition():
             await self.next()
 
 
 class Stage(StrEnum):
-    """Where a group is in its life."""
+    """The states of a group."""
 
     DRAWN = "drawn"
     STARTED = "started"
@@ -75,24 +75,24 @@ _NEXT = {
 
 @dataclass(slots=True)
 class LiveGroup:
-    """A group between its draw and its end: the rollouts of one task."""
+    """A group that has not reached its final state: the rollouts of one task."""
 
     group_id: int
     draw: Draw
     known: Mapping[int, Episode] = field(default_factory=dict)
-    """Episodes that an earlier process of the run rolled out."""
+    """Episodes that an earlier process of the run finished."""
     counted: bool = False
-    """Whether the account has its episodes already."""
+    """Whether the account includes its episodes already."""
     settled: bool = False
-    """Whether an earlier process completed it, so that the account has what was lost of it."""
+    """Whether an earlier process completed it: the account includes its failed and filtered episodes already."""
     since: int | None = None
-    """The version it was started under, if an earlier process sampled some of it."""
+    """The version at its start, if an earlier process sampled some of it."""
     stage: Stage = Stage.DRAWN
     started_s: float = 0.0
 
 
 class GroupLifecycle:
-    """The groups of a run, from their draw to their end."""
+    """The groups of a run, from their draw to their final state."""
 
     def __init__(
         self,
@@ -118,17 +118,17 @@ class GroupLifecycle:
 
     @property
     def next_group_id(self) -> int:
-        """The id of the next group that is drawn."""
+        """The id of the next group."""
         return self._next_group_id
 
     def unfinished(self) -> list[tuple[int, Position]]:
-        """Groups without an end, and where their tasks were drawn: a resumed run without a ledger rolls them out."""
+        """Groups without a final state, with task positions: a resumed run without a ledger starts them again."""
         return [(group.group_id, group.draw.position) for group in self._live.values()]
 
     # ---- transitions ----------------------------------------------------------------------------------------------
 
     def drawn(self, draw: Draw) -> LiveGroup:
-        """A task is drawn: its group gets an id."""
+        """A task is drawn; its group gets an id."""
         group = LiveGroup(self._next_group_id, draw)
         self._next_group_id += 1
         self._live[group.group_id] = group
@@ -136,34 +136,34 @@ class GroupLifecycle:
         return group
 
     def restored(self, group: LiveGroup, *, recorded: bool) -> None:
-        """A group that an earlier process drew lives on, under the id (and so the seeds) it had."""
+        """Track a group that an earlier process drew, under its old id (and so its old seeds)."""
         self._live[group.group_id] = group
         if not recorded:
             self._journal.drawn(group.group_id, group.draw, self._group_size, self._coordinator.version)
 
     def recalled(self, group_ids: Iterable[int]) -> list[FinishedGroup]:
-        """Groups of a recorded batch, which an earlier process took and which are to be trained as they were."""
+        """The groups of a recorded batch that an earlier process took; they are trained unchanged."""
         recalled = [self.form_recorded(group_id) for group_id in group_ids]
         for finished in recalled:
             draw = self._sampler.draw_at(self._journal.position_of(finished.group_id))
             self._live[finished.group_id] = LiveGroup(finished.group_id, draw, stage=Stage.TAKEN)
-            self._before_filters.add(finished)  # what was dropped beside it is not recalled
+            self._before_filters.add(finished)  # groups that filters dropped are not restored
         return recalled
 
     def form_recorded(self, group_id: int) -> FinishedGroup:
-        """A recorded group as the buffer formed it: to train it once more, or to count it."""
+        """A recorded group as the buffer formed it, to train or to count it again."""
         return self._buffer.form(group_id, self._journal.episodes_of(group_id))
 
     def started(self, group: LiveGroup) -> None:
-        """The group's rollouts begin, under the current version."""
+        """The rollouts of the group start, under the current version."""
         self._move(group.group_id, Stage.STARTED)
         group.started_s = time.perf_counter()
         self._coordinator.started(group.group_id, 0 if group.counted else self._group_size, group.since)
         self._bias.submitted(group.draw.task.source)
 
     def episode_finished(self, group: LiveGroup, episode: Episode) -> FinishedGroup | None:
-        """An episode is there. With the last of its group the group is complete, or dropped; the learner may take a
-        complete one from then on."""
+        """An episode has finished. With its last episode a group is complete, or dropped. The learner may take complete
+        groups from then on."""
         finished = self._buffer.add_episode(episode, self._group_size)
         if finished is not None:
             self._completed(group, finished)
@@ -187,7 +187,7 @@ class GroupLifecycle:
         self.changes.notify()
 
     def taken(self, count: int, first: Sequence[int] = ()) -> list[FinishedGroup]:
-        """Complete groups go into the step that trains at this version: those named `first`, then by order."""
+        """The step at this version takes complete groups: those named `first`, then by order."""
         some = self._buffer.take(count, first)
         for finished in some:
             self._move(finished.group_id, Stage.TAKEN)
@@ -196,7 +196,7 @@ class GroupLifecycle:
         return some
 
     def drop_stale(self, step: int) -> int:
-        """Complete groups that the staleness policy will not train have their end; how many."""
+        """Drop the complete groups that the staleness policy rejects. Returns how many."""
         stale = self._coordinator.stale()
         for finished in self._buffer.take(len(stale), first=stale) if stale else ():
             self._coordinator.discarded(finished.group_id)
@@ -213,9 +213,11 @@ class GroupLifecycle:
         again: Sequence[FinishedGroup],
         batches: Sequence[TrainBatch],
     ) -> None:
-        """The ledger holds the batch: from here on a crash trains it again from the record, and never other groups in
-        its place. Returns when it is durable; the update must not be made before, or a crash in between would train
-        its groups twice."""
+        """Record the batch in the ledger. Returns when the record is durable.
+
+        After a crash the recorded batch is trained again. So the update must wait for the record: a crash in between
+        would train its groups twice.
+        """
         await self._journal.training(step, self._coordinator.version, pieces, again, batches)
 
     def trained(
@@ -226,13 +228,13 @@ class GroupLifecycle:
         made: int,
         synced: SyncedWeights,
     ) -> None:
-        """`made` optimizer steps after `step` were made on a batch, and the engine has the weights."""
+        """A batch was trained in `made` optimizer steps after `step`, and the engine has the new weights."""
         self._coordinator.settled(trained=sum(finished.kept for finished in fresh))
         for finished in fresh:
             self._observe(finished)
-        self._sampler.end_version(self._coordinator.version)  # before the next version: draws after it see the rates
+        self._sampler.end_version(self._coordinator.version)  # first: draws of the next version use the rates
         self._journal.trained(step, made, synced)
-        self._coordinator.published(synced.version)
+        self._coordinator.synced(synced.version)
         for finished in fresh:
             self._move(finished.group_id, Stage.TRAINED)
         self._bias.trained(fresh)
@@ -240,7 +242,7 @@ class GroupLifecycle:
         self.changes.notify()
 
     def nothing_to_train(self, taken: Sequence[FinishedGroup], step: int) -> None:
-        """A batch came to no update: its groups are dropped, and another batch is opened for the same version."""
+        """A batch made no update: drop its groups, and open another batch for the same version."""
         self._coordinator.settled(filtered=sum(finished.kept for finished in taken))
         self._coordinator.skipped()
         self._journal.nothing_to_train(taken, step)
@@ -254,7 +256,7 @@ class GroupLifecycle:
         group = self._live[group_id]
         assert to in _NEXT[group.stage], f"group {group_id} is {group.stage}, and cannot become {to}"
         group.stage = to
-        if to not in _NEXT:  # its end
+        if to not in _NEXT:  # a final state
             del self._live[group_id]
 
     def _observe(self, finished: FinishedGroup) -> None:
@@ -264,7 +266,7 @@ class GroupLifecycle:
     # ---- metrics --------------------------------------------------------------------------------------------------
 
     def metrics(self) -> MetricsAggregator:
-        """Of the groups completed since this was last asked, and the selection bias of the run."""
+        """Of the groups completed since the last call, and the selection bias of the run."""
         metrics = self._durations.metrics(self._coordinator.version)
         metrics.merge(self._before_filters.metrics())
         metrics.merge(self._bias.metrics())

@@ -1,4 +1,4 @@
-"""Producer: starts rollouts as the coordinator admits them, until their groups are complete."""
+"""Producer: starts rollouts when the coordinator admits them, and drives them until their groups are complete."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from headrace.scheduling.buffer import FinishedGroup
 from headrace.scheduling.coordinator import SyncCoordinator
 from headrace.scheduling.lifecycle import GroupLifecycle, LiveGroup
 
-_FAILURES = 8  # episodes; fewer in a row may be bad luck
+_FAILURES = 8  # episodes; fewer failures in a row may be chance
 
 
 @dataclass(frozen=True, slots=True)
 class OpenedBatch:
-    """How many groups a step is to train, and of which epoch they were drawn."""
+    """The number of groups for a step, and the epoch they were drawn from."""
 
     size: int
     epoch: int
 
 
 class Producer:
-    """Consumes tasks, waits for admission, produces complete groups. A dropped group is replaced by another task's."""
+    """Consumes tasks, waits for admission, produces complete groups. Replaces a dropped group by another task's."""
 
     def __init__(
         self,
@@ -43,9 +43,9 @@ class Producer:
         resumed: Sequence[LiveGroup] = (),
         begun_at: Position | None = None,
     ) -> None:
-        """`resumed` are groups that an earlier process drew: they come first. `begun_at` is where their batch begins:
-        of those that were dropped nothing but their positions is left. Where generation runs ahead, batches are only
-        so many groups."""
+        """`resumed` are groups that an earlier process drew; they start first. `begun_at` is the position of their
+        batch's first task: dropped groups of that batch are not in `resumed`. In asynchronous training it is not used,
+        because a batch is just a number of groups."""
         self._config = config
         self._sampler = sampler
         self._loop = loop
@@ -64,7 +64,7 @@ class Producer:
         self._rollouts: asyncio.TaskGroup | None = None
 
     async def run(self) -> None:
-        """Open batches and start their groups, for ever."""
+        """Open batches and start their groups, until cancelled."""
         async with asyncio.TaskGroup() as self._rollouts:
             while True:
                 await self._lifecycle.changes.until(self._coordinator.may_open_batch)
@@ -76,12 +76,12 @@ class Producer:
                     self._start(group)
 
     def replace_stale(self, step: int) -> None:
-        """Drop groups that have become stale, and start others in their place."""
+        """Drop groups that have become stale, and start others instead."""
         for _ in range(self._lifecycle.drop_stale(step)):
             self._start(self._lifecycle.drawn(self._sampler.next()))
 
     def _next_groups(self) -> list[LiveGroup]:
-        # where generation runs ahead, a step trains what is complete, of whatever batch: a short one would be a debt
+        # in asynchronous training a step takes groups of any batch, so a short batch would leave later steps short
         may_be_short = not self._config.trainer.max_staleness or self._config.data.drop_last
         begun_at, self._begun_at = self._begun_at, None
         if begun_at is None and self._resumed:
@@ -98,7 +98,7 @@ class Producer:
         self._rollouts.create_task(self._fill(group))
 
     async def _fill(self, group: LiveGroup) -> None:
-        """Roll the group out; if it is dropped, roll out another task's in its slot."""
+        """Run the group; if it is dropped, run another task's in its slot."""
         most = self._config.filters.most_replacements
         for replaced in range(most):
             finished = await self._roll_out(group)
@@ -126,7 +126,7 @@ class Producer:
         return finished
 
     def _stop_if_nothing_ever_worked(self, finished: FinishedGroup) -> None:
-        """A workflow that fails from the start ends the run after one batch, not after a hundred replacements."""
+        """End the run after one batch if the workflow has never succeeded, not after a hundred replacements."""
         self._some_worked |= finished.failed < len(finished.episodes)
         self._failed_groups += finished.failed == len(finished.episodes)
         failed_episodes = self._failed_groups * self._config.rollout.group_size
@@ -141,9 +141,9 @@ def resume_groups(
     by_ledger: Iterable[UnfinishedGroup],
     by_checkpoint: Iterable[tuple[int, Position]] = (),
 ) -> list[LiveGroup]:
-    """Groups that an earlier process drew and that have no end, from where the ledger says that they were.
+    """Groups that an earlier process drew and did not finish, with the episodes that the ledger has.
 
-    Of those that only the checkpoint knows, nothing but the draw is left.
+    Groups that only the checkpoint has start again from their draw.
     """
     resumed: list[LiveGroup] = []
     for group_id, position in by_checkpoint:

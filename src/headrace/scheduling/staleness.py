@@ -1,11 +1,11 @@
-"""Staleness policies: the one place that decides what becomes of work older than `max_staleness`.
+"""Staleness policies: how work older than `max_staleness` is handled.
 
-Pure logic, like the coordinator that asks them: no clock, no I/O. A policy acts in up to four places:
+Pure logic, like the coordinator that uses them: no clock, no I/O. A policy can act at four points:
 
-- admission: whether running groups that are overdue keep a place that a new group could have (`excuses_overdue`);
-- before a step: whether the learner waits for groups that would otherwise grow too old (`waits_for_due`);
-- at hand-out: whether a whole group is dropped (`is_stale`);
-- on the rows of a step: which tokens are left out of the loss (`to_measure`, `limit`).
+- admission: whether overdue running groups free their slot for a new group (`excuses_overdue`);
+- before a step: whether the learner waits for groups that would become too old (`waits_for_due`);
+- when groups are taken: whether a complete group is dropped (`is_stale`);
+- on the rows of a step: which tokens are masked (`to_measure`, `limit`).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _QUANTILE = 0.99
 
 
 def oldest_version(sample: Sample) -> int | None:
-    """The version of the oldest token that is trained; None where no policy sampled any."""
+    """The version of the oldest trained token; None if no policy sampled any."""
     return min(set(compress(sample.versions, sample.loss_mask)) - {NO_VERSION}, default=None)
 
 
 class StalenessPolicy:
-    """`count`: admission alone bounds how far generation runs ahead; slow groups may come back older than the bound."""
+    """`count`: only admission bounds how far generation runs ahead; slow groups may exceed the bound."""
 
     excuses_overdue = False
     waits_for_due = False
@@ -41,11 +41,11 @@ class StalenessPolicy:
         self.max_staleness = max_staleness
 
     def is_stale(self, age: int) -> bool:
-        """Whether a whole group whose oldest token is `age` versions old is not trained at all."""
+        """Whether to drop a complete group whose oldest token is `age` versions old."""
         return False
 
     def to_measure(self, samples: Sequence[Sample], version: int) -> list[int]:
-        """Rows whose log-probabilities under the current policy `limit` wants to know."""
+        """Rows whose log-probabilities under the current policy `limit` needs."""
         return []
 
     def limit(
@@ -55,17 +55,17 @@ class StalenessPolicy:
         measured: Mapping[int, Sequence[float]],
         metrics: MetricsAggregator,
     ) -> list[Sample]:
-        """The rows as they are trained at `version`; `measured` holds log-probabilities by row."""
+        """The rows to train at `version`, with masks; `measured` has log-probabilities by row."""
         return list(samples)
 
     def observe(self, samples: Sequence[Sample], logprobs: Sequence[Sequence[float]], version: int) -> None:
-        """Learn from log-probabilities that training computed anyway; one number per trained token of each row."""
+        """Receive the log-probabilities that training computed; one number per trained token of each row."""
 
     def state(self) -> Any:
-        """What it has learned, as JSON, for a checkpoint."""
+        """Its state as JSON, for a checkpoint."""
 
     def restore(self, state: Any) -> None:
-        """Take up what `state` gave."""
+        """Restore what `state` returned."""
 
     def _is_overage(self, sample: Sample, version: int) -> bool:
         oldest = oldest_version(sample)
@@ -76,20 +76,20 @@ Count = StalenessPolicy
 
 
 class Drop(StalenessPolicy):
-    """`drop`: a group older than the bound is thrown away, and another task takes its place."""
+    """`drop`: a group older than the bound is dropped, and another task takes its slot."""
 
     def is_stale(self, age: int) -> bool:
         return age > self.max_staleness
 
 
 class Wait(StalenessPolicy):
-    """`wait`: a step is not made before every group that would then be too old is in it. The bound is hard."""
+    """`wait`: a step waits for every group that would be too old for the next one. The bound is hard."""
 
     waits_for_due = True
 
 
 class Mask(StalenessPolicy):
-    """`mask`: tokens older than the bound are not trained; the rest of their episode is."""
+    """`mask`: tokens older than the bound are masked; the rest of their episode is trained."""
 
     def limit(
         self,
@@ -107,14 +107,14 @@ class Mask(StalenessPolicy):
 
 
 class Trust(Mask):
-    """`trust`: what counts is how far the policy has moved on the tokens, not how old they are.
+    """`trust`: bounds how far the policy has moved on the tokens instead of their age.
 
-    Every row within the age bound that is trained shows a divergence: the mean over its tokens of d²/2, with d the
-    learner's minus the sampler's log-probability (the k2 estimate of their KL). What 99% of the last 1,024 such rows
-    stay below is the bound. An older row is measured before it is trained: within the bound it is trained whole;
-    else its tokens that diverged most are masked until the others' mean is within it. So no row is trained beyond a
-    divergence that is usual among young rows, no row is lost because its task was slow, and nobody waits: a running
-    group that is overdue gives its place in the admission back.
+    The divergence of a row is the mean over its tokens of d²/2, with d the learner's minus the sampler's
+    log-probability (the k2 estimate of their KL). The bound is the 99th percentile of the last 1,024 trained rows
+    within the age bound. An older row is scored before it is trained: within the bound all of it is trained; otherwise
+    the tokens that diverged most are masked until the mean of the others is within it. So no row is trained at a
+    divergence that is unusual for young rows, no row is lost because its task was slow, and the learner does not wait:
+    admission does not count an overdue running group.
     """
 
     excuses_overdue = True
@@ -125,7 +125,7 @@ class Trust(Mask):
 
     @property
     def bound(self) -> float | None:
-        """The largest divergence that is trained; None while too few young rows were seen."""
+        """The largest divergence to train; None until enough young rows were seen."""
         return float(np.quantile(self._seen, _QUANTILE)) if len(self._seen) >= _FEWEST else None
 
     def state(self) -> Any:
@@ -147,7 +147,7 @@ class Trust(Mask):
         bound = self.bound
         if not measured:
             return list(samples)
-        if bound is None:  # too early to know what is usual: age is all there is to go by
+        if bound is None:  # too few young rows for a bound: fall back to age
             return super().limit(samples, version, measured, metrics)
         metrics.record("staleness/divergence_bound", bound, Reducer.LAST)
         return [
@@ -166,7 +166,7 @@ class Trust(Mask):
         moved_T = np.where(mask, _divergences(logprobs, sample.logprobs), np.inf)
         metrics.record("staleness/divergence_old", float(moved_T[mask].mean()), Reducer.MEAN)
         order = np.argsort(moved_T, kind="stable")[: int(mask.sum())]
-        means = np.cumsum(moved_T[order]) / np.arange(1, len(order) + 1)  # rises: the largest come last
+        means = np.cumsum(moved_T[order]) / np.arange(1, len(order) + 1)  # increasing: sorted by divergence
         near = np.zeros(len(mask), dtype=bool)
         near[order[: int(np.searchsorted(means, bound, side="right"))]] = True
         return _masked(sample, near.tolist(), metrics)
@@ -177,8 +177,8 @@ def _divergences(learner: Sequence[float], sampler: Sequence[float]) -> np.ndarr
     return 0.5 * (np.asarray(learner) - np.asarray(sampler)) ** 2
 
 
-def _masked(sample: Sample, kept: Sequence[bool], metrics: MetricsAggregator) -> Sample:
-    mask = tuple(int(m and k) for m, k in zip(sample.loss_mask, kept, strict=True))
+def _masked(sample: Sample, keep: Sequence[bool], metrics: MetricsAggregator) -> Sample:
+    mask = tuple(int(m and k) for m, k in zip(sample.loss_mask, keep, strict=True))
     metrics.record("staleness/masked_tokens", sample.trained_tokens - sum(mask), Reducer.SUM)
     metrics.record("staleness/overage_rows", 1, Reducer.SUM)
     return replace(sample, loss_mask=mask)

@@ -19,7 +19,7 @@ from headrace.scheduling.durations import durations_of
 from headrace.scheduling.simulation.simulator import check_simulated, simulate
 from headrace.scheduling.simulation.tally import Outcome
 
-# what a simulation reads: varying anything else would give the same row again and again
+# the settings that a simulation reads: varying another one would repeat the same row
 _READ = {
     "trainer": ("batch_size", "placement", "max_staleness", "staleness", "partial_rollouts", "stream"),
     "produce": ("over_sample", "order", "capacity", "reuse"),
@@ -31,36 +31,36 @@ _READ = {
 
 @dataclass(frozen=True, slots=True)
 class GridPoint:
-    """One combination of settings: what it changes, and the whole configuration."""
+    """One combination of settings: what it changes, and the resulting configuration."""
 
     settings: dict[str, Any]
     config: RunConfig
 
     @property
     def label(self) -> str:
-        """Its settings in few words."""
+        """A short text of its settings."""
         return ", ".join(f"{key.rsplit('.', 1)[-1]}={value}" for key, value in self.settings.items())
 
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """A combination of settings and what it came to."""
+    """A combination of settings and its outcome."""
 
     point: GridPoint
     outcome: Outcome
     wall_s: float
-    """What the simulation itself took."""
+    """Seconds of the simulation itself."""
 
 
 def grid_points(config: RunConfig) -> list[GridPoint]:
-    """Every combination of the values in `simulate.grid`; without a grid, the run file as it is."""
+    """Every combination of the values in `simulate.grid`; without a grid, the run file itself."""
     grid = config.simulate.grid
     for key, values in grid.items():
         _check_key(key, values)
     if "rollout.max_concurrent" in grid and config.simulate.from_run is not None:
         raise ConfigError(
-            'simulate.grid: "rollout.max_concurrent" changes nothing with simulate.from_run: how long groups waited '
-            "for a place is in the durations that the run measured; remove it, or set simulate.group_s instead"
+            'simulate.grid: "rollout.max_concurrent" changes nothing with simulate.from_run: the measured '
+            "durations include the wait for a slot; remove it, or set simulate.group_s instead"
         )
     given = config.model_dump(mode="json")
     points: list[GridPoint] = []
@@ -79,7 +79,7 @@ def grid_points(config: RunConfig) -> list[GridPoint]:
 def simulate_grid(points: list[GridPoint]) -> Iterator[Simulated]:
     """Simulate one after the other."""
     for point in points:
-        durations = durations_of(point.config)  # before the clock: reading a run is not simulating
+        durations = durations_of(point.config)  # before the timer: reading a run is not simulating
         started = time.perf_counter()
         outcome = simulate(point.config, durations)
         yield Simulated(point, outcome, time.perf_counter() - started)
@@ -96,7 +96,7 @@ def _check_key(key: str, values: tuple[Any, ...]) -> None:
 
 
 def _check_effect(key: str, points: list[GridPoint]) -> None:
-    """Refuse what varies and has no effect in any combination; in some of them it may have none."""
+    """Refuse a setting that has no effect in any combination; in some combinations it may have none."""
     usual = attrgetter(key)(RunConfig())
     changed = [point for point in points if attrgetter(key)(point.config) != usual]
     idle = [found.text for point in changed for found in idle_settings(point.config) if found.key == key]

@@ -1,9 +1,9 @@
-"""A training run on a virtual clock: the very same coordinator, buffer and staleness policy, and no model.
+"""A training run on a virtual clock: the trainer's coordinator, buffer and staleness policy, without a model.
 
-Events are a group that becomes whole and a piece of a step that is learned. Between them, the producer starts what the
-coordinator admits and the learner takes what the buffer has, by the trainer's own rules. Not simulated: the forward
-pass in which `trust` measures old rows, pauses of the engine while it swaps weights, evaluation and checkpoints; that
-episodes of a group end one by one; and that groups take longer the more of them run.
+There are two events: a group is complete, and a piece of a step is learned. Between events, the producer starts what
+the coordinator admits, and the learner takes what the buffer has, by the trainer's rules. Not simulated: the forward
+pass in which `trust` scores old rows, the engine's pauses for weight syncs, evaluation and checkpoints. The episodes of
+a group end together, and a group takes equally long however many others run.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _ROUNDING = 1e-9
 
 
 def simulate(config: RunConfig, durations: Durations | None = None, *, ends: bool = False) -> Outcome:
-    """Simulate `simulate.steps` training steps. With `ends`, nothing is started that those steps do not need."""
+    """Simulate `simulate.steps` training steps. With `ends`, only groups that those steps need are started."""
     check_simulated(config)
     return Simulation(config, durations or durations_of(config), ends=ends).run()
 
 
 def check_simulated(config: RunConfig) -> None:
-    """Raise ConfigError for what a simulation would leave out without a word."""
+    """Raise ConfigError for settings that a simulation would silently ignore."""
     section = config.simulate
     if config.algorithm.objective != "rl":
         raise ConfigError(
@@ -59,7 +59,7 @@ def check_simulated(config: RunConfig) -> None:
 
 
 class _Event(NamedTuple):
-    """A group that becomes whole or, with None, a training step that is done. Numbered, so that ties have an order."""
+    """A complete group or, with None, a learned piece of a step. Numbered, so that ties have an order."""
 
     at_s: float
     number: int
@@ -94,7 +94,7 @@ class Simulation:
         self.now_s = 0.0
         self._events: list[_Event] = []
         self._drawn = 0  # tasks of opened batches that have not started
-        self._queue: deque[VirtualGroup] = deque()  # started, and waiting for a place to run in
+        self._queue: deque[VirtualGroup] = deque()  # started, and waiting for a free slot
         self._running = 0
         self._groups: dict[int, VirtualGroup] = {}
         self._numbers = 0
@@ -112,16 +112,16 @@ class Simulation:
         return Tally(self.now_s, self.coordinator.version, self._slots, tokens)
 
     def run(self) -> Outcome:
-        """To the end of the last step."""
+        """Run to the end of the last step."""
         while self.coordinator.version < self._steps:
             self.advance()
         return self.tally.outcome(self.now_s, self.coordinator.account())
 
     def advance(self) -> None:
-        """Everything that can happen now, and then the next event."""
+        """Do everything that can happen now, then process the next event."""
         self._produce()
         self._learn()
-        self._produce()  # what the learner took has made room, before any time passes
+        self._produce()  # the learner has made room
         if not self._events:
             raise ConfigError(
                 f"nothing can happen any more after {self.coordinator.version} simulated steps: "
@@ -189,9 +189,9 @@ class Simulation:
     # ---- learning -------------------------------------------------------------------------------------------------
 
     def _learn(self) -> None:
-        """Begin a step or, when streaming, go on with it, if what it needs is there."""
+        """Start a step or, when streaming, continue it, if its groups are complete."""
         if self.coordinator.paused:
-            self._publish_if_drained()
+            self._sync_if_drained()
         while not self._learning and not self.coordinator.paused:
             wanted = self._size - len(self._step)
             self._drop_stale()
@@ -209,7 +209,7 @@ class Simulation:
             self._start()
 
     def _learn_from(self, piece: list[FinishedGroup]) -> None:
-        """Learn from some groups of a step, and from those of earlier steps with the last of them."""
+        """Learn from some groups of a step; with the last of them, from reused groups too."""
         for group in piece:
             self.coordinator.taken(group.group_id)
         self._step += piece
@@ -229,7 +229,7 @@ class Simulation:
         self._push(share * self._learn_s, None)
 
     def _skip(self) -> None:
-        """Nothing of the step is to be trained: no update, and another batch in its place."""
+        """Nothing of the step can be trained: no update, and another batch instead."""
         self.coordinator.settled(filtered=sum(group.kept for group in self._step))
         self.coordinator.skipped()
         self._begin_step()
@@ -246,26 +246,26 @@ class Simulation:
         self._learn_s = self._durations.learn_s(self._learn_rng)
 
     def _learned(self) -> None:
-        """A piece is learned; after the last, publish the weights, at once or when all that runs has finished."""
+        """A piece is learned; after the last, sync the weights, immediately or when all running groups are done."""
         self._learning = False
         if not self._complete:
             return
         if self._config.trainer.partial_rollouts:
-            self._publish()
+            self._sync_weights()
         else:
             self.coordinator.pause()
-            self._publish_if_drained()
+            self._sync_if_drained()
 
-    def _publish_if_drained(self) -> None:
+    def _sync_if_drained(self) -> None:
         if self.coordinator.in_flight == 0:
-            self._publish()
+            self._sync_weights()
             self.coordinator.resume()
 
-    def _publish(self) -> None:
+    def _sync_weights(self) -> None:
         self.coordinator.settled(trained=sum(group.kept for group in self._step))
-        self.coordinator.published(self.coordinator.version + 1)
+        self.coordinator.synced(self.coordinator.version + 1)
         self.buffer.retain([*self._step, *self._again])
-        self._rollouts.published(self.now_s)
+        self._rollouts.synced(self.now_s)
         self._begin_step()
         self.tally.steps += 1
         if self.coordinator.version == self._warmup:
@@ -274,17 +274,17 @@ class Simulation:
     # ---- the rows of a step ---------------------------------------------------------------------------------------
 
     def _limit(self, finished: Sequence[FinishedGroup]) -> dict[int, int]:
-        """Have the policy look at the rows of some groups; trained tokens by group."""
+        """Apply the staleness policy to the rows of some groups. Returns the number of trained tokens by group."""
         policy, version = self._policy, self.coordinator.version
         samples = to_samples([group for item in finished for group in item.groups])
-        if not samples:  # of a step that waited for due groups only, and needed none of them in the end
+        if not samples:  # a step that waited for due groups only, and needed none of them
             return {}
         age_BT = version - np.array([sample.versions for sample in samples])
         asked = policy.to_measure(samples, version)
         learner_BT = self._learner_logprobs(samples, age_BT, bool(asked))
         metrics = MetricsAggregator()
         limited = policy.limit(samples, version, {i: learner_BT[i].tolist() for i in asked}, metrics)
-        assert len(limited) == len(samples), "a staleness policy masks tokens; it does not leave rows out"
+        assert len(limited) == len(samples), "a staleness policy masks tokens; it does not remove rows"
         mask_BT = np.array([sample.loss_mask for sample in limited], dtype=bool)
         self.tally.rows_trained(age_BT, mask_BT, policy.max_staleness, len(asked))
         bound = metrics.reduce().get("staleness/divergence_bound")
@@ -307,6 +307,6 @@ class Simulation:
 
 
 def _rows_beyond(bound: float, gap_BT: np.ndarray, mask_BT: np.ndarray) -> int:
-    """Rows whose trained tokens moved by more than the bound, on average (k2, as the policies measure it)."""
+    """Rows whose trained tokens diverge by more than the bound on average (k2, as in the policies)."""
     moved_B = np.where(mask_BT, gap_BT**2 / 2, 0.0).sum(axis=1) / np.maximum(mask_BT.sum(axis=1), 1)
     return int((moved_B > bound * (1 + _ROUNDING)).sum())

@@ -1,4 +1,4 @@
-"""What a simulation counts, and what the counts come to."""
+"""Counters of a simulation, and the metrics computed from them."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from headrace.scheduling.simulation.virtual import VirtualGroup
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The figures of one simulation, of the steps after its warm-up. Shares and ratios have no unit."""
+    """The metrics of one simulation, after its warm-up. Shares and ratios have no unit."""
 
     steps: int
     warmup: int
-    """Steps before, which do not count."""
+    """Steps before that, which do not count."""
     seconds: float
     """On the virtual clock."""
     end_s: float
-    """The virtual clock at the end, the warm-up included."""
+    """The virtual clock at the end, including the warm-up."""
     groups_per_s: float
     """Groups trained, each counted once."""
     steps_per_s: float
     learner_busy: float
-    """Share of the time in which the learner learns."""
+    """Share of the time that the learner is busy."""
     generation_busy: float
-    """Groups being rolled out, as a share of the most that can be: the mean over time."""
+    """Running groups as a share of the slots: the mean over time."""
     staleness_mean: float
     """Over trained tokens."""
     staleness_max: int
     ages: tuple[int, ...]
     """How many trained tokens were 0, 1, 2 … versions old."""
     wasted_tokens: float
-    """Share of generated tokens that is never trained: masked, or of stale, failed and filtered work."""
+    """Share of generated tokens that are never trained: masked, stale, failed or filtered."""
     wasted_time: float
     """The same, each token weighted with its share of its group's duration."""
     slow_groups: float
@@ -47,11 +47,11 @@ class Outcome:
     rows_too_old: float
     """Share of trained rows with a trained token older than the bound."""
     rows_measured: float
-    """Share of trained rows that the policy had measured. Each costs a forward pass, which is not simulated."""
+    """Share of trained rows that the policy scored. Each costs a forward pass, which is not simulated."""
     rows_too_far: int
-    """Rows that were trained beyond the divergence bound that the policy had announced."""
+    """Rows trained over the divergence bound that the policy reported."""
     account: Account
-    """Where every episode was at the end, the warm-up included."""
+    """The account of episodes at the end, including the warm-up."""
 
 
 @dataclass(slots=True)
@@ -79,24 +79,24 @@ class _Work:
 
 @dataclass(slots=True)
 class Tally:
-    """Counts of one simulation from `since_s` on. Time is added before what happens at its end."""
+    """Counters of one simulation from `since_s` on. Time is added before the event at its end."""
 
     since_s: float
     since_step: int
     slots: int
-    """Groups that can run at once."""
+    """Groups that can run at the same time."""
     tokens_per_group: int
     steps: int = 0
     learner_s: float = 0.0
     running_s: float = 0.0
     groups: int = 0
-    """Groups that went into a step, whatever was left of them."""
+    """Groups that steps took, even if all their tokens were masked."""
     submitted: _Work = field(default_factory=_Work)
     trained: _Work = field(default_factory=_Work)
     wasted_tokens: float = 0.0
     wasted_s: float = 0.0
     ended_s: float = 0.0
-    """Group-seconds of all groups that found their end."""
+    """Group-seconds of all groups in a final state."""
     ages: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     rows: int = 0
     rows_too_old: int = 0
@@ -104,12 +104,12 @@ class Tally:
     rows_too_far: int = 0
 
     def time_passed(self, seconds: float, learning: bool, running: int) -> None:
-        """So long nothing changed."""
+        """Time passed without a change."""
         self.learner_s += seconds * learning
         self.running_s += seconds * running
 
     def group_submitted(self, group: VirtualGroup) -> None:
-        """A group is started."""
+        """A group was started."""
         self.submitted.add(group, self.tokens_per_group)
 
     def group_ended(self, group: VirtualGroup, trained_tokens: int) -> None:
@@ -122,7 +122,7 @@ class Tally:
             self.trained.add(group, trained_tokens)
 
     def rows_trained(self, age_BT: np.ndarray, mask_BT: np.ndarray, max_staleness: int, measured: int) -> None:
-        """A step was made on these rows."""
+        """A step trained these rows."""
         counts = np.bincount(age_BT[mask_BT])
         if len(counts) > len(self.ages):
             self.ages = np.pad(self.ages, (0, len(counts) - len(self.ages)))
@@ -132,7 +132,7 @@ class Tally:
         self.rows_measured += measured
 
     def outcome(self, now_s: float, account: Account) -> Outcome:
-        """What it all comes to."""
+        """The metrics."""
         seconds = max(now_s - self.since_s, 1e-12)
         submitted, trained = self.submitted, self.trained
         slow_submitted = _ratio(submitted.slow_groups, submitted.groups)
@@ -161,8 +161,8 @@ class Tally:
         )
 
 
-def _ratio(part: float, whole: float, otherwise: float = 0.0) -> float:
-    return part / whole if whole else otherwise
+def _ratio(part: float, total: float, otherwise: float = 0.0) -> float:
+    return part / total if total else otherwise
 
 
 def share_over(ages: Sequence[int], bound: int) -> float:
