@@ -1,4 +1,4 @@
-"""Work on large memory by two threads: one alone neither reads nor copies as fast as memory allows."""
+"""Work on large buffers with two threads: one thread does not saturate the memory bandwidth."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ R = TypeVar("R")
 
 
 def bulk_map(function: Callable[[T], R], parts: Iterable[T], nbytes: int) -> list[R]:
-    """What the function makes of each part, of `nbytes` in all; it must let go of the interpreter's lock."""
+    """Map a function over parts of `nbytes` in total. The function must release the GIL."""
     if nbytes < _WORTH_THREADS:
         return list(map(function, parts))
     with ThreadPoolExecutor(THREADS) as pool:

@@ -1,4 +1,4 @@
-"""What programs that a run starts find in their environment: what is named, not the run's own keys and tokens."""
+"""The environment of programs that a run starts: named variables, without the run's keys and tokens."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _PASSED_ON = (
 
 
 def child_environment(named: Mapping[str, str] | None = None, setting: str = "the settings") -> dict[str, str]:
-    """What every program needs to find its files and its language, and what is named.
+    """The variables that every program needs, plus the named ones.
 
-    A value "$NAME" is the run's own variable NAME, so that no secret is written into a run's folder. `setting` is where
-    the names were given, for the error.
+    A value "$NAME" stands for the run's variable NAME, so that no secret is written into the run folder. `setting`
+    is for the error message.
     """
     passed = {name: value for name, value in os.environ.items() if name in _PASSED_ON or name.startswith("LC_")}
     return passed | {name: _value(name, str(value), setting) for name, value in (named or {}).items()}

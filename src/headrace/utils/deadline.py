@@ -1,8 +1,8 @@
-"""Calls of user code: each in an asyncio task of its own, with a deadline that holds whatever the code does.
+"""Calls of user code: each in its own asyncio task, with a deadline that holds whatever the code does.
 
-A call over its deadline is cancelled. It may clean up for `GRACE_S`; then it is abandoned: counted, named by its line,
-and waited for by nobody, not even when the event loop ends. `SystemExit`, `KeyboardInterrupt` and a cancellation that
-the code brought upon itself come out as an ordinary `EscapeError`, also from tasks that it has started.
+A call over its deadline is cancelled. It may clean up for `GRACE_S`. Then it is abandoned: it is counted, its line is
+reported, and nothing waits for it any more, not even the end of the event loop. `SystemExit`, `KeyboardInterrupt` and a
+cancellation by the code itself become an ordinary `EscapeError`, also in tasks that the code started.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from headrace.utils.usercode import Overdue, escape_of, is_interrupt, line_of_ta
 T = TypeVar("T")
 
 _depth: ContextVar[int] = ContextVar("headrace_user_calls", default=0)
-"""How many calls of user code the current task is inside."""
+"""Nesting depth of user calls around the current task."""
 _innermost: ContextVar[Call | None] = ContextVar("headrace_user_call", default=None)
-"""The innermost of them."""
+"""The innermost user call."""
 _tasks: WeakSet[asyncio.Task[Any]] = WeakSet()
 
 
@@ -35,7 +35,7 @@ def is_user_task(task: asyncio.Task[Any] | None) -> bool:
 
 
 class Call:
-    """One call of user code. `what` names it in messages; without `limit_s` it may take as long as it likes."""
+    """One call of user code. `what` names it in messages; without `limit_s` it has no deadline."""
 
     def __init__(self, what: str, limit_s: float | None = None) -> None:
         self._what = what
@@ -47,15 +47,15 @@ class Call:
         self._pauses = 0
         self._left_s = limit_s
         self.late = False
-        """Whether its time was over before it had ended."""
+        """Whether it exceeded its deadline."""
 
     def expire(self) -> None:
-        """End it now, as if its time were over."""
+        """End it now, as if its deadline had passed."""
         if self._over is not None and not self._over.done():
             self._over.set_result(None)
 
     def pause(self) -> None:
-        """Stop the clock, and those of the calls around it; several tasks inside may do so at once."""
+        """Stop its clock and those of the enclosing calls. Several inner tasks may do so at the same time."""
         if self._outer is not None:
             self._outer.pause()
         self._pauses += 1
@@ -65,7 +65,7 @@ class Call:
             self._timer = None
 
     def resume(self) -> None:
-        """Let the clock run again, with what was left."""
+        """Restart the clock with the remaining time."""
         if self._outer is not None:
             self._outer.resume()
         self._pauses -= 1
@@ -77,7 +77,7 @@ class Call:
             self._timer = asyncio.get_running_loop().call_later(self._left_s, self.expire)
 
     async def run(self, work: Callable[[], Awaitable[T]]) -> T:
-        """What `work` returns or raises; a DeadlineError if it takes too long."""
+        """Return or raise what `work` does; raise DeadlineError if it takes too long."""
         loop = asyncio.get_running_loop()
         _contain_tasks_of(loop)
         depth = _depth.get() + 1
@@ -115,22 +115,22 @@ class Call:
             raise escape_of(error, self._what) from error
         except Overdue as error:
             self.late = True
-            raise DeadlineError(f"{self._what} blocked the event loop for longer than it may") from error
-        except (SystemExit, KeyboardInterrupt) as error:  # which would end the event loop
+            raise DeadlineError(f"{self._what} blocked the event loop for too long") from error
+        except (SystemExit, KeyboardInterrupt) as error:  # would end the event loop
             if is_interrupt(error):
                 raise
             raise escape_of(error, self._what) from error
 
     async def _stop(self, task: asyncio.Task[Any], depth: int) -> None:
         self._stopping = True
-        await end_task(task, self._what, threads.GRACE_S / depth)  # a call inside is given up before the one around it
+        await end_task(task, self._what, threads.GRACE_S / depth)  # an inner call is abandoned before the outer one
 
 
 @contextmanager
 def deadline_paused() -> Iterator[None]:
-    """Around work that has limits of its own, and queueing for it: the clock of the call around it stands still.
+    """Stop the clock of the enclosing call, around work with its own limits and the queue for it.
 
-    Otherwise an answer that takes its judger long on purpose would be a failure of judging, which is not trained.
+    Otherwise an answer that is slow to judge on purpose would become a judge failure, which is not trained.
     """
     call = _innermost.get()
     if call is None:
@@ -146,12 +146,12 @@ def deadline_paused() -> Iterator[None]:
 async def call_user(
     what: str, function: Callable[..., Any], *arguments: Any, limit_s: float | None = None, **named: Any
 ) -> Any:
-    """What a user's function returns, plain (in a thread) or async."""
+    """Call a user's function, plain (in a thread) or async."""
     return await Call(what, limit_s).run(lambda: call_sync_or_async(function, *arguments, **named))
 
 
 async def end_task(task: asyncio.Task[Any], what: str, grace_s: float | None = None) -> None:
-    """Cancel a task and wait until it has ended; one that does not is abandoned."""
+    """Cancel a task and wait for its end; abandon it if it does not end in time."""
     if not task.done():
         task.cancel()
     try:
@@ -160,14 +160,14 @@ async def end_task(task: asyncio.Task[Any], what: str, grace_s: float | None = N
         if not task.done():
             _abandon(task, what)
         elif not task.cancelled():
-            task.exception()  # or it would be logged as never retrieved
+            task.exception()  # otherwise asyncio logs it as never retrieved
 
 
 def _abandon(task: asyncio.Task[Any], what: str) -> None:
     note_abandoned(what, line_of_task(task))
-    asyncio._unregister_task(task)  # or the end of the event loop would wait for it for ever
+    asyncio._unregister_task(task)  # otherwise the end of the event loop would wait for it
     task._log_destroy_pending = False  # type: ignore[attr-defined]
-    # it stays as it is until the process ends: to take it apart would run its code once more
+    # never freed: its destructor would run the code again
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(task))
 
 
@@ -175,7 +175,7 @@ def _abandon(task: asyncio.Task[Any], what: str) -> None:
 
 
 class _Contains:
-    """A task factory: what is started from inside user code cannot end the event loop either."""
+    """A task factory: tasks that user code starts cannot end the event loop either."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -186,7 +186,7 @@ class _Contains:
         task = asyncio.Task(run, loop=loop, **named) if self._inner is None else self._inner(loop, run, **named)
         if users:
             _tasks.add(task)
-            task.add_done_callback(lambda _: work.close())  # one that was cancelled before it began has not been run
+            task.add_done_callback(lambda _: work.close())  # a task that was cancelled before its start
         return task
 
 
@@ -206,7 +206,7 @@ async def _without_exit(work: Coroutine[Any, Any, T]) -> T:
 
 
 async def end_user_tasks() -> None:
-    """End what user code has left running, so that the end of the event loop need not wait for it."""
+    """End the tasks that user code left running, so that the end of the event loop does not wait for them."""
     loop, current = asyncio.get_running_loop(), asyncio.current_task()
     left = [task for task in asyncio.all_tasks(loop) if task in _tasks and task is not current]
     await asyncio.gather(*(end_task(task, "a task that user code has started") for task in left))

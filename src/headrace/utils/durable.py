@@ -1,4 +1,4 @@
-"""Files that a kill or a power cut leaves as they were or as they are to be, and never half-way."""
+"""Durable file writes: a kill or a power cut leaves the old or the new content, never a mixture."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 
 
 def sync(path: Path) -> None:
-    """Have the disk hold a file's content, or a folder's entries, as they are now."""
+    """fsync a file, or a folder's entries."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL or not path.is_dir():  # some file systems cannot sync a folder, and need not
+        if error.errno != errno.EINVAL or not path.is_dir():  # some file systems cannot sync a folder
             raise
     finally:
         os.close(descriptor)
@@ -28,13 +28,13 @@ def sync_tree(folder: Path) -> None:
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Replace a file's content in one go: written beside, synced, renamed."""
-    beside = path.with_name(f".{path.name}.partial")
+    """Replace a file's content atomically: write a temporary file, sync it, rename it."""
+    temporary = path.with_name(f".{path.name}.partial")
     try:
-        beside.write_text(text, encoding="utf-8")
-        sync(beside)
-        beside.replace(path)
+        temporary.write_text(text, encoding="utf-8")
+        sync(temporary)
+        temporary.replace(path)
     except OSError:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     sync(path.parent)

@@ -1,4 +1,4 @@
-"""Running an event loop from plain code: a script, the command line, a notebook, which has a running loop already."""
+"""Run an event loop from synchronous code: a script, the command line, or a notebook, which has a running loop."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ log = logging.getLogger("headrace")
 
 
 def run_loop(work: Callable[[], Coroutine[Any, Any, T]], stop: Callable[[], None] | None = None) -> T:
-    """`asyncio.run` that works under a running loop too; its end waits for nothing that user code has left behind.
+    """`asyncio.run` that also works inside a running loop, and does not wait for what user code left running.
 
-    `stop` is called, in the loop, at the first Ctrl-C, where the loop cannot listen to signals itself. Without it the
-    first one cancels the work.
+    Inside a running loop, the first Ctrl-C calls `stop` in the new loop. Without `stop` it cancels the work.
     """
     return _LoopInThread(work, stop).run() if _is_in_loop() else _run(work())
 
@@ -49,17 +48,17 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
 
 
 class _Loop(asyncio.SelectorEventLoop):
-    """An event loop that no callback ends. Tasks of user code are contained where they are made."""
+    """An event loop that survives SystemExit in callbacks. User tasks are contained where they are created."""
 
     def _run_once(self) -> None:
         try:
             super()._run_once()  # type: ignore[misc]
-        except SystemExit as error:  # of `call_soon`, which belongs to no episode
+        except SystemExit as error:  # from `call_soon`, which belongs to no episode
             log.warning("a callback of the event loop ended: %s", where_it_failed(error))
 
 
 class _LoopInThread:
-    """A loop in a thread of its own, while the caller waits: its own loop cannot be entered a second time."""
+    """Runs the work in a loop in another thread while the caller waits: its own loop cannot be entered again."""
 
     def __init__(self, work: Callable[[], Coroutine[Any, Any, T]], stop: Callable[[], None] | None) -> None:
         self._work = work
@@ -68,9 +67,9 @@ class _LoopInThread:
         self._running: tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]] | None = None
 
     def run(self) -> Any:
-        """What the work returns. The first Ctrl-C stops it in good order, the second cancels it."""
+        """Return what the work returns. The first Ctrl-C stops it in good order, the second cancels it."""
         thread = threading.Thread(target=self._target, name="headrace-fit", daemon=True)
-        with on_interrupt(self._stop_soon, at_once=True) if self._stop else nullcontext():
+        with on_interrupt(self._stop_soon, in_handler=True) if self._stop else nullcontext():
             thread.start()
             try:
                 while thread.is_alive():

@@ -1,7 +1,7 @@
-"""What our HTTP servers have in common: who is answered, how long and how large requests may be, how a server runs.
+"""Shared by all HTTP servers: access rules, limits on time and size, and how a server runs.
 
-A server is one line, `HttpServer(app, Rules(...))`, and a socket of `listen`: `Guard` stands before its application,
-and uvicorn runs both with the settings that are the same for all.
+A server is `HttpServer(app, Rules(...))` on a socket of `listen`. `Guard` checks each request before the application
+gets it; uvicorn runs both.
 """
 
 from __future__ import annotations
@@ -31,48 +31,48 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[Any, Receive, Send], Awaitable[None]]
 Refuse = Callable[[str, int, str], tuple[dict[str, Any], dict[str, str]]]
-"""From path, status and sentence to the body of an answer, in the API's own form, and its headers."""
+"""From path, status and message to the body of an error answer, in the API's format, and its headers."""
 
 JSON, PROTOBUF = "application/json", "application/x-protobuf"
-_THROWN_AWAY = 8  # times the limit, read on so that a client that is still sending hears the answer
-_THROWN_AWAY_REFUSED, _THROWN_AWAY_S = 2**20, 2.0  # of a client that has no business here
-_SLOWEST = 2**20  # bytes per second that a body must come with, beyond `body_s`
-_HELD = 2**30  # bytes of bodies that are being read, over all connections
+_DISCARDED = 8  # times the limit: read and discard, so that a client that is still sending gets the answer
+_DISCARDED_REFUSED, _DISCARDED_S = 2**20, 2.0  # for unauthorised clients
+_SLOWEST = 2**20  # bytes per second: minimum speed of a body after `body_s`
+_HELD = 2**30  # bytes of bodies being read, over all connections
 _CONNECTIONS = 16_384
 _ONCE = (b"host", b"origin", b"content-type", b"content-length", b"transfer-encoding", b"content-encoding")
 _KEYS = (b"x-api-key", b"authorization")  # clients may send both, and either may hold the key
 
 
 def most_connections() -> int:
-    """Connections at once: three quarters of the files that this process may open, the rest is for the run."""
+    """Maximum connections: three quarters of the process's file limit; the rest is for the run."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _CONNECTIONS if allowed == resource.RLIM_INFINITY else max(16, min(_CONNECTIONS, allowed * 3 // 4))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """Whom a server answers, and within which limits."""
+    """Access rules and limits of a server."""
 
     host: str
-    """Address that it listens at. On loopback the requests must be addressed to loopback or to `public_host`."""
+    """Address to listen on. On loopback, the Host header must name loopback or `public_host`."""
     refuse: Refuse
     token: str | None = None
-    """What every request must carry as key, alone or before a colon. Required beyond loopback."""
+    """The key that every request must carry, alone or before a colon. Required unless on loopback."""
     token_remedy: str = ""
     public_host: str | None = None
     body_types: tuple[str, ...] = (JSON,)
     max_body_mb: float
     body_remedy: str
-    """How to allow larger ones."""
+    """How to allow larger ones, for the error message."""
     max_connections: int = field(default_factory=most_connections)
     head_s: float = 10.0
-    """For the head of a request, from its first byte or the connection's beginning."""
+    """Deadline for the headers, from their first byte or the start of the connection."""
     body_s: float = 30.0
-    """For its body, beside a second for each MB."""
+    """Deadline for the body, plus a second per MB."""
     write_s: float = 60.0
-    """For a client that does not read its answer."""
+    """Deadline for the client to read its answer."""
     idle_s: int = 75
-    """Between requests; longer than clients keep idle connections, so that none is closed in their hands."""
+    """Between requests; longer than clients keep idle connections, so that none is closed while in use."""
 
     def __post_init__(self) -> None:
         if not self.token and not is_loopback(self.host):
@@ -80,7 +80,7 @@ class Rules:
 
 
 def listen(host: str, port: int, who: str, remedy: str) -> socket.socket:
-    """A socket that listens; port 0 takes a free one. `who` and `remedy` are for the error."""
+    """A listening socket; port 0 picks a free one. `who` and `remedy` are for the error message."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listening = socket.create_server((host, port), family=family, backlog=4096)
@@ -88,7 +88,7 @@ def listen(host: str, port: int, who: str, remedy: str) -> socket.socket:
         raise ConfigError(
             f"{who} cannot listen at {host}, port {port}: {error}; {remedy} (0 takes a free one)"
         ) from error
-    # head and body are two packets, and the second would wait 40 ms for the first to be acknowledged
+    # headers and body are two packets; the second would wait 40 ms for the acknowledgement of the first
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listening
 
@@ -102,18 +102,18 @@ class Refused(Exception):
 
 
 class Guard:
-    """ASGI middleware: checks the head of a request, then reads its body, and only then lets the application have it.
+    """ASGI middleware: checks the headers of a request, reads its body, then calls the application.
 
-    A page in a browser can send requests to any server of its machine, and with a name that it points to 127.0.0.1 it
-    can read the answers, too. So the Host must be ours, an Origin must be the Host's, and a body must be of a type that
-    a page cannot send without asking first.
+    A web page can send requests to any server on its machine. With a DNS name that points to 127.0.0.1 it can read the
+    answers, too. So the Host must be ours, an Origin must match the Host, and the body must have a type that a page
+    cannot send without a preflight request.
     """
 
     def __init__(self, app: Application, rules: Rules) -> None:
         self.rules = rules
         self._app = app
         self._token = rules.token.encode() if rules.token else None
-        self._any_host = not is_loopback(rules.host)  # by whatever name: the token decides
+        self._any_host = not is_loopback(rules.host)  # any name: the token decides
         self._is_ours = lru_cache(64)(self._is_ours)
         self._most = int(rules.max_body_mb * 2**20)
         self._held = 0
@@ -125,7 +125,7 @@ class Guard:
             if b"content-length" in head or b"transfer-encoding" in head:
                 body = await self._body(receive)
                 self._check_body(head, body)
-        except ConnectionError:  # nobody is there to read an answer
+        except ConnectionError:  # the client has disconnected
             return
         except Refused as refused:
             await self._answer(scope, receive, send, refused)
@@ -144,10 +144,10 @@ class Guard:
                 head[name] = value
         host = head.get(b"host", b"")
         if not (self._any_host or self._is_ours(host)):
-            raise Refused(403, f'this server is not "{_shown(host)}"; call it by the address that it listens at')
+            raise Refused(403, f'this server is not "{_shown(host)}"; use the address that it listens on')
         origin = head.get(b"origin")
         if origin is not None and not _is_same(origin, host):
-            raise Refused(403, f'pages of "{_shown(origin)}" may not call this server; call it from no web page')
+            raise Refused(403, f'pages of "{_shown(origin)}" may not call this server; do not call it from a web page')
         if self._token is not None and not any(self._is_token(value) for value in given):
             raise Refused(401, f"the API key is not this server's; {self.rules.token_remedy}")
         return head
@@ -161,7 +161,7 @@ class Guard:
         scheme, _, bearer = value.partition(b" ")
         key = (bearer.strip() if scheme.lower() == b"bearer" else value).decode("latin-1").encode()
         size = len(self._token)
-        # compared first: how long the comparison takes must not depend on the key
+        # compare_digest first: the time of the comparison must not depend on the key
         return hmac.compare_digest(key[:size], self._token) and key[size : size + 1] in (b"", b":")
 
     def _check_body(self, head: Mapping[bytes, bytes], body: bytes) -> None:
@@ -178,14 +178,14 @@ class Guard:
         most = self._most
         size, body, more = 0, bytearray(), True
         try:
-            while more and size <= _THROWN_AWAY * most:
+            while more and size <= _DISCARDED * most:
                 piece, more = await _next(receive)
                 size += len(piece)
                 if size <= most:
                     body += piece
                     self._held += len(piece)
                 if self._held > max(_HELD, 4 * most):
-                    raise Refused(503, "this server is reading too many requests at once; try again")
+                    raise Refused(503, "this server is reading too many requests; try again")
         finally:
             self._held -= len(body)
         if size > most:
@@ -193,11 +193,11 @@ class Guard:
         return bytes(body)
 
     async def _answer(self, scope: Any, receive: Receive, send: Send, refused: Refused) -> None:
-        if refused.status in (401, 403):  # its body was not read; unread, it would take the answer along when we close
+        if refused.status in (401, 403):  # read some of the body: closing with unread data would discard the answer
             with contextlib.suppress(TimeoutError, ConnectionError):
-                async with asyncio.timeout(_THROWN_AWAY_S):
+                async with asyncio.timeout(_DISCARDED_S):
                     size, more = 0, True
-                    while more and size < _THROWN_AWAY_REFUSED:
+                    while more and size < _DISCARDED_REFUSED:
                         piece, more = await _next(receive)
                         size += len(piece)
         form, headers = self.rules.refuse(scope["path"], refused.status, str(refused))
@@ -209,7 +209,7 @@ class Guard:
 
 
 class _Read:
-    """`receive` of a request whose body was read already."""
+    """`receive` for a request whose body has been read."""
 
     __slots__ = ("_body", "_receive")
 
@@ -232,7 +232,7 @@ async def _next(receive: Receive) -> tuple[bytes, bool]:
 
 
 def _name(host: str) -> str:
-    """Of a Host header, without the port."""
+    """The name in a Host header, without the port."""
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.partition(":")[0].lower().removesuffix(".")
@@ -250,7 +250,7 @@ def _shown(value: bytes) -> str:
 
 
 class _Connection(H11Protocol):
-    """One with deadlines for heads, bodies and the reading of answers, and refused when there are too many."""
+    """A connection with deadlines for headers, body and reading the answer; refused if there are too many."""
 
     def __init__(self, config: uvicorn.Config, *given: Any, **named: Any) -> None:
         super().__init__(config, *given, **named)
@@ -270,14 +270,14 @@ class _Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        # a request that came as a whole has neither state, and costs no timer
+        # a request that arrived completely has neither state, and costs no timer
         if self.conn.their_state is h11.SEND_BODY:
             if self._body_until is None:
                 self._body_until = self.loop.time() + self._rules.body_s
                 self._await(self._rules.body_s)
             self._body_until += len(data) / _SLOWEST
         elif self.conn.their_state is h11.IDLE:
-            if self._read_late is None and self.timeout_keep_alive_task is None:  # a part of the next head
+            if self._read_late is None and self.timeout_keep_alive_task is None:  # a part of the next headers
                 self._await(self._rules.head_s)
         elif self._read_late is not None:
             self._read_late, self._body_until = _cancelled(self._read_late), None
@@ -311,7 +311,7 @@ class _Connection(H11Protocol):
     def _too_late(self) -> None:
         self._read_late = None
         left_s = 0.0 if self._body_until is None else self._body_until - self.loop.time()
-        if left_s > 0:  # more of the body has come meanwhile
+        if left_s > 0:  # more of the body has arrived
             self._await(left_s)
         else:
             self._end("408 Request Timeout")
@@ -323,7 +323,7 @@ class _Connection(H11Protocol):
             self._abort_soon()
 
     def _abort_soon(self) -> None:
-        """A connection that is closed stays until its last bytes are read."""
+        """A closed connection stays until its last bytes are read: abort it after a while."""
         if self._write_late is None:
             self._write_late = self.loop.call_later(self._rules.write_s, self.transport.abort)
 
@@ -334,7 +334,7 @@ def _cancelled(timer: asyncio.TimerHandle | None) -> None:
 
 
 class HttpServer(uvicorn.Server):
-    """An application behind a guard. It leaves signals to the process that it lives in."""
+    """An application behind a guard. Signals are left to the process."""
 
     def __init__(self, app: Application, rules: Rules) -> None:
         super().__init__(
@@ -346,21 +346,21 @@ class HttpServer(uvicorn.Server):
         )  # fmt: skip
 
     async def begin(self, listening: socket.socket) -> asyncio.Task[None]:
-        """Serve; returns once requests are answered, with the task that ends when the server does."""
-        serving = asyncio.create_task(self._until_the_end(listening))
+        """Start to serve. Returns when requests are answered, with a task that ends with the server."""
+        serving = asyncio.create_task(self._serve_until_stopped(listening))
         while not (self.started or serving.done()):  # noqa: ASYNC110  (uvicorn has no event for it)
             await asyncio.sleep(0.002)
         if serving.done():
             serving.result()
-            raise ConfigError("the server ended before it began")
+            raise ConfigError("the server stopped while it was starting")
         return serving
 
     def stop(self) -> None:
-        """End once the requests under way are answered."""
+        """Stop after the running requests are answered."""
         self.should_exit = True
 
-    async def _until_the_end(self, listening: socket.socket) -> None:
-        """Until told to end or, where nobody does, until the event loop ends and cancels this."""
+    async def _serve_until_stopped(self, listening: socket.socket) -> None:
+        """Serve until `stop`, or until the event loop ends and cancels this."""
         try:
             await self.serve([listening])
         finally:

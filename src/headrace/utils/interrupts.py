@@ -1,7 +1,6 @@
-"""Ctrl-C and SIGTERM: the first ends what runs in good order, the second ends the process at once.
+"""Ctrl-C and SIGTERM: the first stops the run in good order, the second ends the process immediately.
 
-Process managers send SIGTERM to every process of a job at once, so children that are needed until the end do not
-listen to either.
+Process managers send SIGTERM to all processes of a job. So children that are needed until the end ignore both signals.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _owns_process = False
 
 
 def take_over_signals() -> None:
-    """For the command line, whose process is its own: a second signal ends it without waiting for anything."""
+    """For the command line: a second signal ends the process without waiting."""
     global _owns_process
     with suppress(ValueError):  # not the main thread
         for number in STOP:
@@ -31,22 +30,22 @@ def take_over_signals() -> None:
 
 
 @contextmanager
-def on_interrupt(call: Callable[[], None], at_once: bool = False) -> Iterator[None]:
-    """Have the first Ctrl-C or SIGTERM call a function in the running loop, or `at_once` in the signal handler.
+def on_interrupt(call: Callable[[], None], in_handler: bool = False) -> Iterator[None]:
+    """Call a function at the first Ctrl-C or SIGTERM: in the running loop, or `in_handler` directly.
 
-    Not by `loop.add_signal_handler`: user code that blocks the loop would hold up the second one, too.
+    `loop.add_signal_handler` is not used: user code that blocks the loop would delay the second signal, too.
     """
-    import asyncio  # not before: `headrace --help` does without
+    import asyncio  # lazily: `headrace --help` does not need it
 
     loop = asyncio.get_running_loop()
-    came = False
+    received = False
 
     def first(number: int, _: FrameType | None) -> None:
-        nonlocal came
-        came = True
+        nonlocal received
+        received = True
         for one in STOP:
             signal.signal(one, _second())
-        call() if at_once else loop.call_soon_threadsafe(call)
+        call() if in_handler else loop.call_soon_threadsafe(call)
 
     try:
         before = [signal.signal(number, first) for number in STOP]
@@ -56,48 +55,48 @@ def on_interrupt(call: Callable[[], None], at_once: bool = False) -> Iterator[No
     try:
         yield
     finally:
-        for number, handler in zip(STOP, () if came else before, strict=False):
+        for number, handler in zip(STOP, () if received else before, strict=False):
             signal.signal(number, handler)
 
 
 async def interruptible(work: Coroutine[Any, Any, T]) -> T:
-    """Await; Ctrl-C or SIGTERM cancels it, and is raised as KeyboardInterrupt once it has cleaned up."""
+    """Await; Ctrl-C or SIGTERM cancels the work, and raises KeyboardInterrupt after its clean-up."""
     import asyncio
 
-    task, came = asyncio.ensure_future(work), False
+    task, received = asyncio.ensure_future(work), False
 
     def cancel() -> None:
-        nonlocal came
-        came = True
+        nonlocal received
+        received = True
         task.cancel()
 
     with on_interrupt(cancel):
         try:
             return await task
         except asyncio.CancelledError:
-            if came:
+            if received:
                 raise KeyboardInterrupt from None
             raise
 
 
 def may_have_raised() -> bool:
-    """Whether a KeyboardInterrupt that was met here may be of a signal, and not of code that raised it by itself.
+    """Whether a KeyboardInterrupt may come from a signal, and not from code that raised it.
 
-    Signals are handled by the main thread; while `on_interrupt` or an event loop waits for one, none raises.
+    Only the main thread handles signals. While `on_interrupt` or an event loop handles them, none raises.
     """
     is_main = threading.current_thread() is threading.main_thread()
     return is_main and signal.getsignal(signal.SIGINT) in (signal.default_int_handler, _raise, _abort)
 
 
 def ignore_stop_signals() -> None:
-    """In a child that its parent ends: listen to neither."""
+    """For a child that its parent ends: ignore both signals."""
     for number in STOP:
         signal.signal(number, signal.SIG_IGN)
 
 
 @contextmanager
 def stop_signals_blocked() -> Iterator[None]:
-    """A child that is started meanwhile gets neither before it has called `ignore_stop_signals`."""
+    """A child that starts inside the block gets no signal before it calls `ignore_stop_signals`."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP)
     try:
         yield
@@ -116,9 +115,9 @@ def _second() -> Callable[[int, FrameType | None], Any]:
 
 
 def _abort(number: int, frame: FrameType | None) -> None:
-    """What is on disk is whole at every moment, so there is nothing to wait for."""
+    """Files on disk are consistent at every moment, so there is nothing to wait for."""
     with suppress(Exception):
-        # by file number: this may have come in the midst of a print
+        # by file descriptor: a print may be in progress
         if os.isatty(2):
             os.write(2, b"\x1b[?25h")  # the live view hides the cursor
         os.write(2, b"\naborted\n")
@@ -126,7 +125,7 @@ def _abort(number: int, frame: FrameType | None) -> None:
 
 
 def exit_process(code: int) -> None:
-    """End the process. After an interrupt without waiting for threads, which may be in the midst of anything."""
+    """End the process; after an interrupt, without waiting for threads."""
     for stream in (sys.stdout, sys.stderr):
         try:
             if stream is not None:
@@ -144,6 +143,6 @@ def exit_process(code: int) -> None:
 
 
 def _silence(stream: Any) -> None:
-    """The interpreter flushes once more at its end, and would complain."""
+    """The interpreter flushes again at exit, and would report an error."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -1,6 +1,6 @@
-"""Notices user code that blocks the event loop: then nothing goes on, not even the time limits of episodes.
+"""Detects user code that blocks the event loop, where not even the deadlines of episodes work.
 
-So the watcher, which is a thread, holds them instead: it interrupts what blocks for longer than it may.
+The watcher is a thread. It reports the blocking line, and interrupts code that blocks for longer than its deadline.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ _LOOK_S = 2.0
 
 
 @contextmanager
-def watched_loop(tell: Callable[[str], None], blocked_s: float = 15.0, limit_s: float | None = None) -> Iterator[None]:
-    """Tell, once per place, where the running loop has been held up for long in code that is not ours.
+def watched_loop(
+    report: Callable[[str], None], blocked_s: float = 15.0, limit_s: float | None = None
+) -> Iterator[None]:
+    """Report each line of user code that blocks the running loop for longer than `blocked_s`, once.
 
-    Over `limit_s`, a task of user code is interrupted.
+    A user task that blocks for longer than `limit_s` is interrupted.
     """
     loop, thread = asyncio.get_running_loop(), threading.get_ident()
     beat, over = time.monotonic(), threading.Event()
-    told: set[tuple[str, int | None]] = set()
+    reported: set[tuple[str, int | None]] = set()
 
     def beats() -> None:
         nonlocal beat
@@ -42,14 +44,14 @@ def watched_loop(tell: Callable[[str], None], blocked_s: float = 15.0, limit_s: 
             overdue = overdue_threads()
             if limit_s is not None and late_s > limit_s + _LOOK_S and is_user_task(asyncio.current_task(loop)):
                 overdue.add(thread)
-            for held_up in overdue:
-                interrupt(held_up)
+            for blocked in overdue:
+                interrupt(blocked)
             frame = sys._current_frames().get(thread) if late_s > blocked_s else None
-            place = innermost_of_user(_inside_loop(frame)) if frame is not None else None
-            if place is not None and (place.filename, place.lineno) not in told:
-                told.add((place.filename, place.lineno))
-                tell(
-                    f"nothing has gone on for {late_s:.0f} s, as {place.filename}:{place.lineno} blocks: {place.line}; "
+            line = innermost_of_user(_inside_loop(frame)) if frame is not None else None
+            if line is not None and (line.filename, line.lineno) not in reported:
+                reported.add((line.filename, line.lineno))
+                report(
+                    f"{line.filename}:{line.lineno} has blocked the event loop for {late_s:.0f} s: {line.line}; "
                     "await an async client there, or call it with asyncio.to_thread or model.tool"
                 )
 
@@ -65,7 +67,7 @@ def watched_loop(tell: Callable[[str], None], blocked_s: float = 15.0, limit_s: 
 
 
 def _inside_loop(frame: FrameType) -> traceback.StackSummary:
-    """What the loop was called to do: the frames below are of whoever started it."""
+    """The frames of the loop's current callback, without those of the code that started the loop."""
     stack = traceback.extract_stack(frame)
     starts = [index for index, entry in enumerate(stack) if entry.name == "_run_once"]
     return traceback.StackSummary.from_list(stack[starts[-1] + 1 :] if starts else [])

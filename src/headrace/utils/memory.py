@@ -1,4 +1,4 @@
-"""Peak memory of this process, phase by phase; what the garbage collector may pass over; what malloc may keep."""
+"""Memory of this process: peak per phase, fewer garbage collections, and reuse of freed memory."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from pathlib import Path
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
-# glibc's M_ARENA_MAX, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD and M_TOP_PAD: one heap, which holds all but the largest
-# tensors and is not given back
+# glibc's M_ARENA_MAX, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD and M_TOP_PAD: one heap for all but the largest tensors,
+# which is never returned to the system
 _KEEP = ((-8, 1), (-3, 2**25), (-1, 2**31 - 1), (-2, 2**26))
-_COLLECT_AFTER = 50_000  # objects that may be in cycles
+_COLLECT_AFTER = 50_000  # new container objects
 
 
 @contextmanager
 def frozen() -> Iterator[None]:
-    """What is there now is no garbage for the time being: walking all of torch costs a third of the controller.
+    """Exclude all existing objects from garbage collection: scanning torch costs a third of the controller's time.
 
-    Nor is what comes looked through as often as usual: hardly any of it is a cycle, and a step makes tens of thousands.
+    Also collect less often: a step makes tens of thousands of objects, hardly any of them in cycles.
     """
     before = gc.get_threshold()
     gc.freeze()
@@ -34,9 +34,9 @@ def frozen() -> Iterator[None]:
 
 
 def keep_freed_memory() -> None:
-    """Let large tensors use the memory of those before them: to get it from the system anew costs a tenth of a step.
+    """Reuse the memory of freed tensors: getting it from the system again costs a tenth of a step.
 
-    Only glibc is told; where another allocator is at work, nothing happens.
+    Works with glibc only; no effect with other allocators.
     """
     with suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL("libc.so.6").mallopt
@@ -45,7 +45,7 @@ def keep_freed_memory() -> None:
 
 
 def reset_peak() -> None:
-    """Start a new phase. Where the system cannot forget a peak, later phases report that of the whole run."""
+    """Start a new phase. If the system cannot reset the peak, later phases report the peak of the process."""
     try:
         _CLEAR.write_text("5")
     except OSError:
@@ -53,7 +53,7 @@ def reset_peak() -> None:
 
 
 def peak_mb() -> float:
-    """The most memory that was resident since `reset_peak`, in megabytes."""
+    """Peak resident memory since `reset_peak`, in megabytes."""
     if _STATUS.exists():
         line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
         return int(line.split()[1]) / 1024

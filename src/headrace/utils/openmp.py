@@ -1,9 +1,9 @@
-"""How the threads of tensor operations wait for each other.
+"""How long OpenMP threads spin before they sleep.
 
-OpenMP's threads meet after every operation. GNU's, which torch brings along, wait awake for milliseconds before they
-sleep: beside other work on the machine, they burn the time that the thread which they wait for would need, and a step
-takes ten times as long. Threads that sleep at once are slow on a quiet machine: most waits are shorter than falling
-asleep and being woken. So they wait awake for as long as most waits take, and sleep then.
+OpenMP threads wait for each other after every tensor operation. GNU's OpenMP, which torch ships, spins for milliseconds
+before it sleeps. On a busy machine the spinning threads take the cores from the thread that they wait for, and a step
+takes ten times as long. Without spinning a step is slow on a quiet machine: most waits are shorter than falling asleep
+and waking up. So the threads spin for as long as most waits take, then sleep.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from __future__ import annotations
 import os
 
 SPINS = "2000"
-"""Turns of the waiting loop: 30 to 100 microseconds, by the processor."""
+"""Iterations of the spin loop: 30 to 100 microseconds, depending on the processor."""
 
 _POLICY, _SPINS = "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"
 
 
 def limit_spinning() -> None:
-    """Set in the environment, unless the user has chosen. OpenMP reads it when torch loads, here and in children."""
+    """Set the environment variable, unless the user set a policy. OpenMP reads it when torch loads, in children too."""
     if _POLICY not in os.environ:
         os.environ.setdefault(_SPINS, SPINS)
 
 
 def unchanged_environment() -> dict[str, str]:
-    """The environment without that, for programs that are not Headrace's."""
+    """The environment without our variable, for other programs."""
     return {name: value for name, value in os.environ.items() if (name, value) != (_SPINS, SPINS)}

@@ -1,4 +1,4 @@
-"""Users' synchronous functions run in threads of their own, so that none blocks the event loop, or the exit."""
+"""Threads for users' synchronous functions, so that none blocks the event loop or the exit."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from typing import Any, TypeVar
 
 from headrace.utils.usercode import escape_of, line_of_thread, note_abandoned
 
-_MOST = 256  # a thread that waits for a slow tool costs little; too few would make episodes wait for each other
+_MOST = 256  # a thread that waits for a slow tool is cheap; with too few, episodes would wait for each other
 GRACE_S = 10.0
-"""How long a call that was cancelled may take to clean up, before nobody waits for it any more."""
+"""How long a cancelled call may clean up before it is abandoned."""
 
 T = TypeVar("T")
 _Job = tuple[Future[Any], Callable[[], Any]]
 
 
 class DaemonThreads(ThreadPoolExecutor):
-    """Threads that neither a loop's end nor the interpreter's waits for: a user's function may never return.
+    """Daemon threads: neither the loop nor the interpreter waits for them at exit. A user's function may never return.
 
-    Of the library's executor only the type is used, which event loops ask for.
+    Derived from ThreadPoolExecutor only because event loops require that type.
     """
 
     def __init__(self, most: int = _MOST) -> None:
         super().__init__(1)
         self._most = most
-        self.forget()
+        self.reset()
 
-    def forget(self) -> None:
-        """Begin with no threads: a forked process has none of its parent's."""
+    def reset(self) -> None:
+        """Start without threads: a forked process has none of its parent's."""
         self._guard = threading.Lock()
         self._waiting: deque[_Job] = deque()
         self._free: list[SimpleQueue[_Job]] = []
         self._busy = 0
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Call a function in a free thread, or a new one; beyond so many at once it waits."""
+        """Call a function in a free or new thread; if all are busy, it waits."""
         future: Future[Any] = Future()
         job = (future, functools.partial(fn, *args, **kwargs))
         with self._guard:
@@ -55,7 +55,7 @@ class DaemonThreads(ThreadPoolExecutor):
         return future
 
     def replace_one(self) -> None:
-        """A thread will not come back: another may run in its place."""
+        """A thread is blocked for good: allow another one."""
         with self._guard:
             self._most += 1
             if self._waiting:
@@ -63,7 +63,7 @@ class DaemonThreads(ThreadPoolExecutor):
                 self._begin(self._waiting.popleft())
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Nothing to wait for: whoever wanted a result has waited for it."""
+        """Nothing to wait for: callers wait for their own results."""
 
     def _begin(self, job: _Job) -> None:
         if self._free:
@@ -96,11 +96,11 @@ class DaemonThreads(ThreadPoolExecutor):
 
 
 _threads = DaemonThreads()
-os.register_at_fork(after_in_child=_threads.forget)
+os.register_at_fork(after_in_child=_threads.reset)
 
 
 class _ThreadCall:
-    """A function in a thread: what it came to, and where it is."""
+    """A function in a thread: its result, and the thread it runs in."""
 
     def __init__(self, what: str, call: Callable[[], Any]) -> None:
         self._what = what
@@ -110,7 +110,7 @@ class _ThreadCall:
         self.error: BaseException | None = None
 
     def __call__(self) -> None:
-        # by value: a future would turn StopIteration into a hang, and CancelledError into a cancellation of ours
+        # stored as values: a future would hang on StopIteration, and CancelledError would cancel the caller
         self._thread = threading.get_ident()
         try:
             self.result = self._call()
@@ -119,7 +119,7 @@ class _ThreadCall:
         self._thread = None
 
     def abandon(self) -> None:
-        """Count it, if it still runs."""
+        """Report it as abandoned, if it still runs."""
         thread = self._thread
         if thread is not None:
             note_abandoned(self._what, line_of_thread(thread))
@@ -127,13 +127,13 @@ class _ThreadCall:
 
 
 async def run_in_thread(function: Callable[..., T], *arguments: Any, **named: Any) -> T:
-    """What a function of ours returns that takes long, as loading does. Once cancelled, nobody waits for its end."""
+    """Run a slow function of our own, such as loading, in a thread. A cancelled caller does not wait for its end."""
     call = functools.partial(contextvars.copy_context().run, function, *arguments, **named)
     return await asyncio.get_running_loop().run_in_executor(_threads, call)
 
 
 async def call_sync_or_async(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """What a function returns: a coroutine function is awaited, any other runs in a thread."""
+    """Call a function: await a coroutine function, run any other in a thread."""
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
         return await function(*arguments, **named)
     what = f'"{getattr(function, "__qualname__", type(function).__qualname__)}"'
@@ -152,5 +152,5 @@ async def call_sync_or_async(function: Callable[..., Any], *arguments: Any, **na
         if error is not None:  # StopIteration too: a coroutine cannot raise it
             raise escape_of(error, what) from error
     finally:
-        del error  # its traceback holds this frame
+        del error  # its traceback references this frame
     return await call.result if inspect.isawaitable(call.result) else call.result

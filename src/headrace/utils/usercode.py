@@ -1,4 +1,4 @@
-"""Users' own code: its lines told from ours, what it must not raise, and what of it had to be abandoned.
+"""User code: finding its lines in tracebacks, containing what it raises, and counting abandoned calls.
 
 Synchronous user code is called inside `contained`, asynchronous user code through `headrace.utils.deadline`.
 """
@@ -36,36 +36,36 @@ _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib",
 
 
 def is_library(filename: str) -> bool:
-    """Whether a file is neither Headrace's nor a user's."""
+    """Whether a file belongs to neither Headrace nor the user."""
     if filename.startswith(_PACKAGE):
         return False
     return filename.startswith(_LIBRARIES) or bool({"site-packages", "dist-packages"} & {*Path(filename).parts})
 
 
 def innermost_of_user(frames: Iterable[traceback.FrameSummary]) -> traceback.FrameSummary | None:
-    """The innermost line that a user wrote; None if there is none."""
+    """The innermost line of user code; None if there is none."""
     own = [f for f in frames if not f.filename.startswith((_PACKAGE, *_LIBRARIES)) and not f.filename.startswith("<")]
     return own[-1] if own else None
 
 
 def reason_of(error: BaseException) -> str:
-    """What an error says, with its kind where that is not said already."""
+    """The message of an error, with its type if the message does not say it."""
     return str(error) if isinstance(error, EscapeError) else f"{type(error).__name__}: {error}"
 
 
 def where_it_failed(error: BaseException) -> str:
-    """The error, and the innermost line of the user's own code, which is what they need to see."""
+    """The error and the innermost line of user code."""
     raised = error.__cause__ or error if isinstance(error, EscapeError) else error
     frames = [f for f in traceback.extract_tb(raised.__traceback__) if not f.filename.startswith(_PACKAGE)]
     return f"{reason_of(error)}{_at(innermost_of_user(frames) or (frames[-1] if frames else None))}"
 
 
-def _at(place: traceback.FrameSummary | None) -> str:
-    return f" at {place.filename}:{place.lineno}: {place.line}" if place else ""
+def _at(frame: traceback.FrameSummary | None) -> str:
+    return f" at {frame.filename}:{frame.lineno}: {frame.line}" if frame else ""
 
 
 def line_of_task(task: asyncio.Task[object]) -> str:
-    """` at file:line: code` where a task waits; empty if no line of it is the user's."""
+    """` at file:line: code` where a task waits; empty if none of its lines is user code."""
     frames, waits = [], task.get_coro()
     while waits is not None:  # Task.get_stack has only the outermost frame of a task that waits
         frame = getattr(waits, "cr_frame", None) or getattr(waits, "gi_frame", None)
@@ -76,17 +76,17 @@ def line_of_task(task: asyncio.Task[object]) -> str:
 
 
 def line_of_thread(ident: int) -> str:
-    """The same of a thread."""
+    """The same for a thread."""
     frame = sys._current_frames().get(ident)
     return _at(innermost_of_user(traceback.extract_stack(frame))) if frame is not None else ""
 
 
-# ---- what was abandoned ---------------------------------------------------------------------------------------------
+# ---- abandoned calls ------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class Abandoned:
-    """Calls of user code that did not end in time and ignored being cancelled: nobody waits for them any more."""
+    """Calls of user code that ignored their cancellation: nothing waits for them any more."""
 
     count: int = 0
     report: Callable[[str], None] = field(default=lambda text: None)
@@ -107,7 +107,7 @@ abandoned = Abandoned()
 
 @contextmanager
 def reporting_abandoned(report: Callable[[str], None]) -> Iterator[Abandoned]:
-    """Count from zero, and report to `report`, while a run lasts."""
+    """Count from zero and report to `report` during a run."""
     global abandoned
     before, abandoned = abandoned, Abandoned(report=report)
     try:
@@ -117,7 +117,7 @@ def reporting_abandoned(report: Callable[[str], None]) -> Iterator[Abandoned]:
 
 
 def note_abandoned(what: str, line: str) -> None:
-    """Count a call that nobody waits for any more."""
+    """Count an abandoned call."""
     abandoned.add(what, line)
 
 
@@ -125,13 +125,13 @@ def note_abandoned(what: str, line: str) -> None:
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Whether it is a real Ctrl-C, which ends more than the call that it came in."""
+    """Whether it is a real Ctrl-C, which must end more than the current call."""
     return isinstance(error, KeyboardInterrupt) and may_have_raised()
 
 
 def escape_of(error: BaseException, what: str) -> EscapeError:
-    """The ordinary exception in place of one that would end more than the call that raised it."""
-    import asyncio  # not before: `headrace --help` does without
+    """An ordinary exception to replace one that would end more than the call that raised it."""
+    import asyncio  # lazily: `headrace --help` does not need it
 
     match error:
         case SystemExit():
@@ -144,7 +144,7 @@ def escape_of(error: BaseException, what: str) -> EscapeError:
 
 
 class Overdue(BaseException):
-    """Raised inside synchronous code whose time is over; no `except Exception` catches it."""
+    """Raised inside synchronous code that is over its deadline; no `except Exception` catches it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -158,9 +158,9 @@ _sections: list[_Section] = []
 
 @contextmanager
 def contained(what: str, limit_s: float | None = None) -> Iterator[None]:
-    """Synchronous user code, on the thread that it must be on. Ordinary exceptions pass unchanged; no other gets out.
+    """Around synchronous user code in the current thread. Ordinary exceptions pass; all others become EscapeError.
 
-    Over `limit_s` it is interrupted, if the watcher of the event loop runs (`headrace.utils.loopwatch`).
+    Code that exceeds `limit_s` is interrupted, if the watcher of the event loop runs (`headrace.utils.loopwatch`).
     """
     section = None
     try:
@@ -183,14 +183,14 @@ def contained(what: str, limit_s: float | None = None) -> Iterator[None]:
 
 
 def overdue_threads() -> set[int]:
-    """Threads with synchronous user code that has used up its time."""
+    """Threads with synchronous user code over its deadline."""
     now = time.monotonic()
     return {section.thread for section in list(_sections) if now > section.ends}
 
 
 @contextmanager
 def interruptible_calls() -> Iterator[None]:
-    """On the main thread, have `interrupt` also end a call that waits in the system, such as that of a socket."""
+    """On the main thread, let `interrupt` also end a blocking system call, such as reading a socket."""
     try:
         before = signal.signal(_SIGNAL, _raise_overdue)
     except ValueError:  # not the main thread
@@ -203,21 +203,21 @@ def interruptible_calls() -> Iterator[None]:
 
 
 def interrupt(thread: int) -> None:
-    """Raise Overdue in a thread, at its next line of Python."""
-    global _asked
+    """Raise Overdue in a thread, at its next Python instruction."""
+    global _requested
     if thread == threading.main_thread().ident and signal.getsignal(_SIGNAL) is _raise_overdue:
-        _asked = True
+        _requested = True
         signal.pthread_kill(thread, _SIGNAL)
     else:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(Overdue))
 
 
-_SIGNAL = signal.SIGURG  # ignored by those who do not know it
-_asked = False
+_SIGNAL = signal.SIGURG  # ignored by default
+_requested = False
 
 
 def _raise_overdue(number: int, frame: object) -> None:
-    global _asked
-    asked, _asked = _asked, False
-    if asked:
+    global _requested
+    requested, _requested = _requested, False
+    if requested:
         raise Overdue
