@@ -1,4 +1,4 @@
-"""The charts of docs/performance.md and docs/results.md, from figures that benchmarks and runs wrote.
+"""The charts of docs/performance.md and docs/results.md, from the results of benchmarks and runs.
 
 python benchmarks/_charts.py --trl vs_trl.json --engine engine.json --runs runs/arithmetic_smollm2* --out docs/images
 """
@@ -20,16 +20,16 @@ COLOURS = {"Headrace": "#1b6ca8", "TRL": "#b9b9b9", "TRL, no checkpointing": "#d
 
 
 def draw_trl(found: dict[str, Any], path: Path) -> None:
-    """Seconds per step and peak memory of all, per model, those of TRL as it comes being 1."""
+    """Seconds per step and peak memory per model, relative to TRL with its defaults."""
     figure, axes = plt.subplots(1, 2, figsize=(8, 3.2), layout="constrained")
     for axis, key, title in zip(
         axes, ("seconds per step", "peak memory (MB)"), ("time of a step", "peak memory"), strict=True
     ):
-        for place, figures in enumerate(found.values()):
-            medians = figures["medians"][key]
+        for position, metrics in enumerate(found.values()):
+            medians = metrics["medians"][key]
             for number, (side, value) in enumerate(reversed(medians.items())):
-                share, at = value / medians["TRL"], place + 0.27 * (number - 1)
-                axis.bar(at, share, 0.25, color=COLOURS[side], label=None if place else side)
+                share, at = value / medians["TRL"], position + 0.27 * (number - 1)
+                axis.bar(at, share, 0.25, color=COLOURS[side], label=None if position else side)
                 if side == "Headrace":
                     axis.annotate(f"{1 / share:.1f}× less", (at, share), ha="center", va="bottom", fontsize=9)
         axis.set_xticks(range(len(found)), list(found))
@@ -73,10 +73,10 @@ def draw_runs(folders: Sequence[Path], path: Path) -> None:
         config = json.loads((folder / "config.json").read_text())
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         points = [(row["eval/step"], row["eval/sums/pass@1"]) for row in rows if "eval/sums/pass@1" in row]
-        apart, seed = config["trainer"]["placement"] == "separate", config["run"]["seed"]
-        label = f"{'asynchronous' if apart else 'in step'}, seed {seed}"
+        separate, seed = config["trainer"]["placement"] == "separate", config["run"]["seed"]
+        label = f"{'asynchronous' if separate else 'synchronous'}, seed {seed}"
         axis.plot(
-            *zip(*points, strict=True), marker="o", ms=3, ls="--" if apart else "-", color=f"C{seed}", label=label
+            *zip(*points, strict=True), marker="o", ms=3, ls="--" if separate else "-", color=f"C{seed}", label=label
         )
     axis.set_xlabel("step")
     axis.set_ylabel("held-out pass@1")
@@ -88,8 +88,8 @@ def draw_runs(folders: Sequence[Path], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--trl", type=Path, help="figures of vs_trl.py")
-    parser.add_argument("--engine", type=Path, help="figures of engine.py")
+    parser.add_argument("--trl", type=Path, help="JSON of vs_trl.py")
+    parser.add_argument("--engine", type=Path, help="JSON of engine.py")
     parser.add_argument("--runs", type=Path, nargs="+", help="run folders of examples/arithmetic_smollm2.toml")
     parser.add_argument("--out", type=Path, default=Path("docs/images"))
     given = parser.parse_args()

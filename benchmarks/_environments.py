@@ -11,10 +11,10 @@ from headrace.utils.openmp import unchanged_environment
 HERE = Path(__file__).parent
 
 
-def environment(name: str, option: str, whole: bool = False) -> Path:
+def environment(name: str, option: str, exact: bool = False) -> Path:
     """The interpreter of `.venv-NAME`, which is made if it is not there or has other versions than its requirements.
 
-    `whole`: the requirements are all that there is to install, whatever the packages themselves ask for.
+    `exact`: install exactly the requirements, without the dependencies that the packages declare.
     """
     requirements = HERE / f"{name}_requirements.txt"
     folder = HERE.parent / f".venv-{name}"
@@ -24,7 +24,7 @@ def environment(name: str, option: str, whole: bool = False) -> Path:
     print(f"installing {name} into {folder.name}: some minutes ...", file=sys.stderr, flush=True)
     torch = next(line for line in wanted.splitlines() if line.startswith("torch=="))
     install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    all_of_it = [*install, *(["--no-deps"] if whole else []), "-r", str(requirements)]
+    all_of_it = [*install, *(["--no-deps"] if exact else []), "-r", str(requirements)]
     remedy = f"check the network, or name an environment that has {name} with {option}"
     checked([sys.executable, "-m", "venv", "--clear", str(folder)], f"cannot make {folder.name}", remedy)
     checked([*install, torch], f"cannot install {torch}", remedy)
@@ -44,7 +44,7 @@ def with_module(python: Path, name: str, option: str) -> Path:
 
 
 def checked(command: list[str], problem: str, remedy: str, **variables: str) -> None:
-    """Run a command that must succeed; the user is told the last that it said."""
+    """Run a command that must succeed; otherwise show the end of its output."""
     done = subprocess.run(
         command, env=unchanged_environment() | variables, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )

@@ -40,7 +40,7 @@ class Work:
 
 
 @dataclass
-class Figures:
+class Measurements:
     """What one process came to; the lists have an entry per step."""
 
     step_s: list[float] = field(default_factory=list)
@@ -67,12 +67,12 @@ def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [distinct_share(ids) for ids in completion_ids]
 
 
-def settings(work: Work, place: Path) -> Any:
-    """The same algorithm as Headrace's side, and nothing beside it that costs time: no logging, no saving."""
+def settings(work: Work, scratch: Path) -> Any:
+    """The same algorithm as Headrace's side, without logging and saving."""
     from trl import GRPOConfig
 
     return GRPOConfig(
-        output_dir=str(place),
+        output_dir=str(scratch),
         max_steps=work.steps,
         per_device_train_batch_size=work.rows,
         gradient_accumulation_steps=1,
@@ -105,7 +105,7 @@ def settings(work: Work, place: Path) -> Any:
     )
 
 
-def measured(trainer: Any, work: Work, figures: Figures) -> None:
+def measured(trainer: Any, work: Work, measurements: Measurements) -> None:
     """Time the trainer's steps, and in them what comes before training; check that no token is missing."""
     from transformers import TrainerCallback
 
@@ -114,14 +114,14 @@ def measured(trainer: Any, work: Work, figures: Figures) -> None:
     def timed(inputs: Any) -> Any:
         began = time.perf_counter()
         batch = generate(inputs)
-        figures.generate_s.append(time.perf_counter() - began)
+        measurements.generate_s.append(time.perf_counter() - began)
         mask = batch["completion_mask"]
         if tuple(mask.shape) != (work.rows, work.new_tokens) or not bool(mask.all()):
             raise SystemExit(f"TRL was to train {work.rows} x {work.new_tokens} tokens, and has {mask.sum(1).tolist()}")
         if not bool(batch["advantages"].any()):
             raise SystemExit("all of TRL's advantages are 0, so that it has nothing to learn")
-        figures.generated_tokens.append(int(mask.sum()))
-        figures.rewards.append(sum(reward(batch["completion_ids"].tolist())) / work.rows)
+        measurements.generated_tokens.append(int(mask.sum()))
+        measurements.rewards.append(sum(reward(batch["completion_ids"].tolist())) / work.rows)
         return batch
 
     class Clock(TrainerCallback):
@@ -132,14 +132,14 @@ def measured(trainer: Any, work: Work, figures: Figures) -> None:
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
             now = time.perf_counter()
-            figures.step_s.append(now - self.began)
+            measurements.step_s.append(now - self.began)
             self.began = now
 
     trainer._generate_and_score_completions = timed
     trainer.add_callback(Clock())
 
 
-def train(work: Work, place: Path) -> Figures:
+def train(work: Work, scratch: Path) -> Measurements:
     """Train with GRPOTrainer."""
     import torch
     import transformers
@@ -150,18 +150,18 @@ def train(work: Work, place: Path) -> Figures:
     trainer = trl.GRPOTrainer(
         model=work.model,
         reward_funcs=reward,
-        args=settings(work, place),
+        args=settings(work, scratch),
         train_dataset=Dataset.from_dict({"prompt": work.prompts}),
     )
     if trainer.processing_class(text=work.prompts)["input_ids"] != work.prompt_ids:
         raise SystemExit("TRL's tokenizer makes other ids of the prompts than Headrace's")
     trainer.eos_token_ids = [NO_TOKEN]  # or what follows an end of sequence would not be trained
-    figures = Figures()
-    measured(trainer, work, figures)
+    measurements = Measurements()
+    measured(trainer, work, measurements)
     trainer.train()
-    figures.peak_mb = peak_mb()
+    measurements.peak_mb = peak_mb()
     checkpointing = trl.GRPOConfig.__dataclass_fields__["gradient_checkpointing"].default
-    figures.notes = {
+    measurements.notes = {
         "trl": trl.__version__,
         "transformers": transformers.__version__,
         "torch": torch.__version__,
@@ -171,16 +171,16 @@ def train(work: Work, place: Path) -> Figures:
         "gradient_checkpointing": trainer.model.is_gradient_checkpointing,
         "gradient_checkpointing_by_default": checkpointing,
     }
-    return figures
+    return measurements
 
 
 def main() -> None:
-    """Read the work from the first file, write the figures into the second."""
+    """Read the work from the first file, write the measurements to the second."""
     if len(sys.argv) != 3:
         raise SystemExit("this is one side of a comparison; run `python benchmarks/vs_trl.py`")
     given, wanted = Path(sys.argv[1]), Path(sys.argv[2])
-    figures = train(Work(**json.loads(given.read_text())), wanted.parent / "trl")
-    wanted.write_text(json.dumps(asdict(figures)))
+    measurements = train(Work(**json.loads(given.read_text())), wanted.parent / "trl")
+    wanted.write_text(json.dumps(asdict(measurements)))
 
 
 if __name__ == "__main__":

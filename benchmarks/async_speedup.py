@@ -1,12 +1,12 @@
-"""In step against asynchronously, on the workload with a long tail: the same number of trained groups.
+"""Synchronous against asynchronous training on the long-tail workload: the same number of trained groups.
 
     python benchmarks/async_speedup.py [--seeds 0 1 2] [--steps 30] [--json FILE] [--quick]
 
-Per seed the two run one after the other, each in a process of its own: in step with the engine colocated (all cores for
-whoever computes), and asynchronously with the engine separate. Seconds are those of training: start-up and evaluation
-are left out. `of ideal` is max(generation, learning) over the seconds of the asynchronous run: what the slower side
-needs for its work alone, with learning the learner's busy seconds, and generation the seconds of all groups over the
-groups that may be in flight. Runs are kept in --work and not repeated.
+For each seed both run one after the other, each in its own process: synchronous with the engine colocated, and
+asynchronous with the engine separate. Seconds are those of training, without start-up and evaluation. `of ideal` is
+max(generation, learning) over the seconds of the asynchronous run, that is the time of the slower side alone. Learning
+is the learner's busy time; generation is the sum of all group durations over the groups that may be in flight. Finished
+runs in --work are not repeated.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ ROOT = Path(__file__).parent.parent
 FILE = ROOT / "examples" / "long_tail_async.toml"
 KEY = "eval/countdown/pass@1"
 SCHEDULES = {
-    "in step": ("--trainer.max_staleness=0", "--trainer.placement=colocate"),
+    "synchronous": ("--trainer.max_staleness=0", "--trainer.placement=colocate"),
     "asynchronous": (),
 }
 
 
 @dataclass(frozen=True)
-class Figures:
+class Measurements:
     """What one run came to."""
 
     seconds: float
     groups: int
     ideal_s: float
-    """The slower side alone; in step the two add up, so it is no bound there."""
+    """The slower side alone; in synchronous training the two add up, so it is no bound there."""
     staleness: float
     reward: float
     tasks: int
 
 
-def run(schedule: str, seed: int, work: Path, *extra: str) -> Figures:
+def run(schedule: str, seed: int, work: Path, *extra: str) -> Measurements:
     """Train once, or read what an earlier call trained."""
     folder = work / f"{schedule.replace(' ', '_')}-{seed}"
     workflow = f"{ROOT / 'examples' / 'long_tail.py'}:LongTail"
@@ -58,7 +58,7 @@ def run(schedule: str, seed: int, work: Path, *extra: str) -> Figures:
     in_flight = 2 * config.trainer.batch_size * (1 + config.trainer.max_staleness)
     worked = [row for row in steps if row["time/group_s/count"]]
     generation_s = sum(row["time/group_s/mean"] * row["time/group_s/count"] for row in worked) / in_flight
-    return Figures(
+    return Measurements(
         seconds=sum(row["time/step_s"] for row in steps),
         groups=round(steps[-1]["episodes/trained"] / config.rollout.group_size),
         ideal_s=max(sum(row["time/train_s"] for row in steps), generation_s),
@@ -83,23 +83,25 @@ def main() -> None:
         seeds, work = [0], args.work / "quick"
         extra = ["--trainer.steps=5", "--eval.sets.countdown.args.count=20", "--eval.before=false"]
     table = {seed: {name: run(name, seed, work, *extra) for name in SCHEDULES} for seed in seeds}
-    heads = ["seed", "groups", "in step", "asynchronous", "speed-up", "of ideal", "mean staleness"]
-    print("| " + " | ".join([*heads, "held-out, in step", "held-out, asynchronous"]) + " |")
+    heads = ["seed", "groups", "synchronous", "asynchronous", "speed-up", "of ideal", "mean staleness"]
+    print("| " + " | ".join([*heads, "held-out, synchronous", "held-out, asynchronous"]) + " |")
     print("| --- |" + " --- |" * 8)
     for seed, row in table.items():
-        one, two = row["in step"], row["asynchronous"]
+        one, two = row["synchronous"], row["asynchronous"]
         print(
             f"| {seed} | {two.groups} | {one.seconds:.1f} s | {two.seconds:.1f} s | {one.seconds / two.seconds:.2f} | "
             f"{two.ideal_s / two.seconds:.2f} | {two.staleness:.1f} | {_score(one)} | {_score(two)} |"
         )
     if args.json:
-        plain = {seed: {name: asdict(figures) for name, figures in row.items()} for seed, row in table.items()}
+        plain = {
+            seed: {name: asdict(measurements) for name, measurements in row.items()} for seed, row in table.items()
+        }
         args.json.write_text(json.dumps(plain, indent=2) + "\n")
 
 
-def _score(figures: Figures) -> str:
-    low, high = wilson_interval(round(figures.reward * figures.tasks), figures.tasks)
-    return f"{figures.reward:.1%} ({low:.1%}–{high:.1%})"
+def _score(measurements: Measurements) -> str:
+    low, high = wilson_interval(round(measurements.reward * measurements.tasks), measurements.tasks)
+    return f"{measurements.reward:.1%} ({low:.1%}–{high:.1%})"
 
 
 if __name__ == "__main__":

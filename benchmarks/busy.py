@@ -1,11 +1,11 @@
-"""What does a step cost beside other work on the same cores? The bundled model, with a background load of our own.
+"""What does a step cost on a busy machine? The bundled model, with a background load on the same cores.
 
     python benchmarks/busy.py [--against DIR] [--busy 4] [--rounds 5] [--steps 12] [--json FILE] [--quick]
 
-A round is a training run in a process of its own that is measured in turns: some steps on the machine as it is, some
-beside `--busy` processes that compute without end. With `--against`, the folder of another checkout, a run of its code
-follows each of ours. Ratios are of medians within a round, so other work on the machine shows less in them than in
-seconds; for the seconds, the machine must be quiet.
+A round is a training run in its own process. It alternates between steps on the quiet machine and steps with `--busy`
+processes that compute without end. With `--against`, the folder of another checkout, a run of its code follows each of
+ours. Ratios are of medians within a round, so other work on the machine affects them less than seconds; for the
+seconds, the machine must be quiet.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OURS, THEIRS = "this code", "the other"
 WARM_UP = 3
 TURNS = 2
 LONGEST_S = 600
-TARGETS = {"quiet, against the other": 1.03, "beside others, against quiet": 3.0}
+TARGETS = {"quiet / other checkout": 1.03, "busy / quiet": 3.0}
 LOAD = """
 import os, sys, time
 parent, end = os.getppid(), time.monotonic() + float(sys.argv[1])
@@ -79,12 +79,12 @@ class Steps(Callback):
 
 
 def measure(steps: int, busy: int) -> dict[str, list[float]]:
-    """Seconds of steps, quiet and beside the load, by whatever checkout is on the path."""
+    """Seconds of steps, quiet and busy, with the checkout that is on the path."""
     noted = Steps(steps, busy)
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory() as scratch:
         config = RunConfig.model_validate(
             {
-                "run": {"dir": place},
+                "run": {"dir": scratch},
                 "data": {"tasks": "countdown", "args": {"count": 2000}},
                 "workflow": {"name": "single_turn", "judger": "countdown"},
                 "rollout": {"group_size": 8, "max_tokens": 100},
@@ -100,10 +100,10 @@ def measure(steps: int, busy: int) -> dict[str, list[float]]:
     return noted.taken
 
 
-def run_apart(checkout: Path, steps: int, busy: int) -> dict[str, list[float]]:
+def run_checkout(checkout: Path, steps: int, busy: int) -> dict[str, list[float]]:
     """`measure` in a process that imports the checkout's code."""
     path = os.pathsep.join([str(checkout / "src"), *filter(None, [ENVIRONMENT.get("PYTHONPATH")])])
-    command = [sys.executable, __file__, "--apart", "--steps", str(steps), "--busy", str(busy)]
+    command = [sys.executable, __file__, "--measure", "--steps", str(steps), "--busy", str(busy)]
     done = subprocess.run(command, env=ENVIRONMENT | {"PYTHONPATH": path}, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"error: the run of {checkout} failed:\n{done.stderr[-2000:]}")
@@ -121,10 +121,10 @@ def ratios(rounds: Sequence[dict[str, dict[str, list[float]]]]) -> dict[str, dic
         found[name] = {
             "quiet_s": [one["quiet"] for one in at],
             "busy_s": [one["busy"] for one in at],
-            "beside others, against quiet": [one["busy"] / one["quiet"] for one in at],
+            "busy / quiet": [one["busy"] / one["quiet"] for one in at],
         }
         if THEIRS in rounds[0]:
-            found[name]["quiet, against the other"] = [
+            found[name]["quiet / other checkout"] = [
                 one["quiet"] / median(sides[THEIRS]["quiet"]) for one, sides in zip(at, rounds, strict=True)
             ]
     return found
@@ -132,15 +132,15 @@ def ratios(rounds: Sequence[dict[str, dict[str, list[float]]]]) -> dict[str, dic
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--against", type=Path, metavar="DIR", help="another checkout, to be measured in turns")
+    parser.add_argument("--against", type=Path, metavar="DIR", help="another checkout to compare with")
     parser.add_argument("--busy", type=int, default=4, help="processes of the background load")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=12, help="of each turn, whose first does not count")
+    parser.add_argument("--steps", type=int, default=12, help="steps per phase; the first does not count")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true", help="one short round")
-    parser.add_argument("--apart", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     given = parsed(parser, {"rounds": 1, "steps": 4})
-    if given.apart:
+    if given.measure:
         import headrace
 
         print(json.dumps(measure(given.steps, given.busy) | {"code": str(Path(headrace.__file__).resolve())}))
@@ -150,7 +150,7 @@ def main() -> None:
     rounds: list[dict[str, Any]] = []
     for number in range(given.rounds):
         print(f"round {number + 1} of {given.rounds} ...", file=sys.stderr, flush=True)
-        rounds.append({name: run_apart(folder, given.steps, given.busy) for name, folder in sides.items()})
+        rounds.append({name: run_checkout(folder, given.steps, given.busy) for name, folder in sides.items()})
     found = ratios(rounds)
     keys = list(next(iter(found.values())))
     print_table(["", *keys], [[name, *(spread(values[key], 3) for key in keys)] for name, values in found.items()])

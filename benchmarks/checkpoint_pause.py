@@ -1,9 +1,9 @@
-"""How long does training stand still for a checkpoint? Written beside training against written at once.
+"""How long does a checkpoint pause training? Asynchronous against synchronous writes.
 
     python benchmarks/checkpoint_pause.py [--model smollm2-135m] [--saves 3] [--json FILE] [--quick]
 
-Prints a table in Markdown. The pause is what `save` takes; between two saves the writing is waited for. `--quick` takes
-the bundled model.
+Prints a Markdown table. The pause is the time that `save` takes. The benchmark waits for the write before the next
+save. `--quick` uses the bundled model.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from headrace.run.checkpoint_writer import CheckpointWriter
 IMITATE = AlgorithmSection(loss="cross_entropy")
 
 
-async def measure(model: str, saves: int, beside: bool, place: Path) -> tuple[list[float], list[float], float]:
-    """Seconds that each save held training up, seconds until it was whole, and megabytes of a checkpoint."""
-    config = build_config({"model": {"name": model}, "trainer": {"save_async": beside, "keep_last": 1}})
+async def measure(model: str, saves: int, asynchronous: bool, scratch: Path) -> tuple[list[float], list[float], float]:
+    """Seconds that each save paused training, seconds until it was complete, and megabytes of a checkpoint."""
+    config = build_config({"model": {"name": model}, "trainer": {"save_async": asynchronous, "keep_last": 1}})
     backend = LocalBackend(config)
     await _step(backend)  # the optimizer has moments from here on
-    writer = CheckpointWriter(place, backend, config.trainer)
-    pauses, wholes = [], []
+    writer = CheckpointWriter(scratch, backend, config.trainer)
+    pauses, completions = [], []
     for step in range(1, saves + 1):
         began = time.perf_counter()
         await writer.save(TrainerState(step, step, (0, 0), 0))
         pauses.append(time.perf_counter() - began)
         await writer.wait()
-        wholes.append(time.perf_counter() - began)
-    size = sum(path.stat().st_size for path in checkpoint_folder(place, saves).rglob("*"))
+        completions.append(time.perf_counter() - began)
+    size = sum(path.stat().st_size for path in checkpoint_folder(scratch, saves).rglob("*"))
     await writer.close()
     await backend.close()
-    return pauses, wholes, size / 2**20
+    return pauses, completions, size / 2**20
 
 
 async def _step(backend: LocalBackend) -> None:
@@ -63,16 +63,16 @@ def main() -> None:
     given = parser.parse_args()
     model = "bundled" if given.quick else given.model
     found = {}
-    print("| saving | first pause (s) | later pauses (s) | whole after (s) | checkpoint (MB) |")
+    print("| saving | first pause (s) | later pauses (s) | complete after (s) | checkpoint (MB) |")
     print("| --- | --- | --- | --- | --- |")
-    for name, beside in (("at once", False), ("beside training", True)):
-        with tempfile.TemporaryDirectory() as place:
-            pauses, wholes, size_mb = asyncio.run(measure(model, given.saves, beside, Path(place)))
+    for name, asynchronous in (("synchronous", False), ("asynchronous", True)):
+        with tempfile.TemporaryDirectory() as scratch:
+            pauses, completions, size_mb = asyncio.run(measure(model, given.saves, asynchronous, Path(scratch)))
         later = median(pauses[1:] or pauses)
-        found[name] = {"first_s": pauses[0], "later_s": later, "whole_s": median(wholes), "mb": size_mb}
-        print(f"| {name} | {pauses[0]:.3f} | {later:.3f} | {median(wholes):.3f} | {size_mb:.0f} |")
-    ratio = found["beside training"]["later_s"] / found["at once"]["later_s"]
-    print(f"\npause beside training / at once: {ratio:.3f}")
+        found[name] = {"first_s": pauses[0], "later_s": later, "complete_s": median(completions), "mb": size_mb}
+        print(f"| {name} | {pauses[0]:.3f} | {later:.3f} | {median(completions):.3f} | {size_mb:.0f} |")
+    ratio = found["asynchronous"]["later_s"] / found["synchronous"]["later_s"]
+    print(f"\npause, asynchronous / synchronous: {ratio:.3f}")
     if given.json:
         given.json.write_text(json.dumps({"model": model, "ratio": ratio, **found}, indent=2) + "\n")
 

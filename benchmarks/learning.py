@@ -2,7 +2,7 @@
 
     python benchmarks/learning.py [RECIPE ...] [--seeds 0 1 2] [--json FILE] [--quick]
 
-Prints a table in Markdown. `--quick` takes one seed and a few steps. Runs are kept in --work and not repeated.
+Prints a Markdown table. `--quick` uses one seed and a few steps. Finished runs in --work are not repeated.
 """
 
 from __future__ import annotations

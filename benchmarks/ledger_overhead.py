@@ -1,12 +1,12 @@
-"""What does the ledger cost? Inserts per second, bytes per episode, how fast a large one opens, and its share of a run.
+"""What does the ledger cost? Inserts per second, bytes per episode, time to open a large one, and its share of a run.
 
     python benchmarks/ledger_overhead.py [--episodes 1000000] [--processes 4] [--json FILE] [--quick]
 
-Prints a table in Markdown. Episodes are realistic: one to three calls in a conversation, prompts of 60 tokens and
-replies of 40, groups of 8. Then runs are made with the ledger and without, in turns: the countdown example, and one
-whose model costs nothing, so that all its time is the controller's. `ratio` is of the median seconds of a run's steps,
-the next two take the median and the fastest of each step over all runs, and `cpu_ratio` is of processor time. `--quick`
-takes a fiftieth of the episodes, and one pair of short runs.
+Prints a Markdown table. Episodes are realistic: one to three calls in a conversation, prompts of 60 tokens and
+replies of 40, groups of 8. Then runs with and without the ledger alternate: the countdown example, and one whose model
+costs nothing, so that all its time is the controller's. `ratio` compares the median seconds per step of a run. The next
+two compare the median and the minimum of each step over all runs. `cpu_ratio` compares CPU time. `--quick` uses a
+fiftieth of the episodes, and one pair of short runs.
 """
 
 from __future__ import annotations
@@ -106,11 +106,11 @@ def _record(ledger: Ledger, group_id: int, episodes: Sequence[Episode], group: S
     step = group_id // BATCH
     ledger.dispatched(group_id, (0, group_id), "task", "default", GROUP, step)
     for episode, made in zip(episodes, group, strict=True):
-        place = (group_id, episode.rollout_idx, 0)
-        ledger.started(*place, episode.seed)
+        key = (group_id, episode.rollout_idx, 0)
+        ledger.started(*key, episode.seed)
         for output, taken in zip(made.outputs, made.steps, strict=True):
             ledger.called(
-                *place, output, role="agent", seed=output.call, request_digest=DIGEST, messages=taken.messages,
+                *key, output, role="agent", seed=output.call, request_digest=DIGEST, messages=taken.messages,
                 params=PARAMS,
             )  # fmt: skip
         ledger.finished(episode, 1.0)
@@ -221,8 +221,8 @@ def _by_step(runs: Sequence[Spent]) -> Iterable[tuple[float, ...]]:
     return zip(*(run.steps_s for run in runs), strict=True)
 
 
-def _ratio(spent: dict[bool, list[Spent]], figure: Callable[[Sequence[Spent]], float]) -> float:
-    return figure(spent[True]) / figure(spent[False])
+def _ratio(spent: dict[bool, list[Spent]], metric: Callable[[Sequence[Spent]], float]) -> float:
+    return metric(spent[True]) / metric(spent[False])
 
 
 def alternate(kind: str, steps: int, rounds: int, first: bool) -> list[list[Spent]]:
@@ -245,22 +245,22 @@ def main() -> None:
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--episodes", type=int, default=1_000_000)
-    parser.add_argument("--processes", type=int, default=4, help="each makes three runs with, and as many without")
+    parser.add_argument("--processes", type=int, default=4, help="each does 3 runs with and 3 without")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true")
     args = parser.parse_args()
     work = Path(tempfile.mkdtemp(prefix="headrace-ledger-"))
     try:
-        figures = measure(work, args.episodes // (50 if args.quick else 1))
+        metrics = measure(work, args.episodes // (50 if args.quick else 1))
     finally:
         shutil.rmtree(work)
-    figures |= compare("countdown", *((2, 1, 1) if args.quick else (8, args.processes, 3)))
-    figures |= compare("controller", *((10, 1, 1) if args.quick else (30, args.processes, 3)))
-    print("| figure | value |\n| --- | --- |")
-    for name, value in figures.items():
+    metrics |= compare("countdown", *((2, 1, 1) if args.quick else (8, args.processes, 3)))
+    metrics |= compare("controller", *((10, 1, 1) if args.quick else (30, args.processes, 3)))
+    print("| metric | value |\n| --- | --- |")
+    for name, value in metrics.items():
         print(f"| {name} | {value:,.3f} |" if value < 10 else f"| {name} | {value:,.0f} |")
     if args.json:
-        args.json.write_text(json.dumps(figures, indent=2) + "\n")
+        args.json.write_text(json.dumps(metrics, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""What this machine can do at most, measured in the same run as what is compared with it.
+"""The hardware limit of this machine, measured in the same run as what is compared with it.
 
     python benchmarks/roof.py [--json FILE] [--quick]
 
-Prints a table in Markdown: matrix products of the shapes that a model's layers have at several batch sizes (a linear
+Prints a Markdown table: matrix products of the shapes that a model's layers have at several batch sizes (a linear
 layer in float32, the best of several timings), and how fast memory is read and copied.
 """
 

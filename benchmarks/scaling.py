@@ -1,16 +1,16 @@
-"""How does the cost of a step grow with group size, batch, length, turns, and episodes at once?
+"""How does the cost of a step grow with group size, batch, length, turns, and concurrent episodes?
 
     python benchmarks/scaling.py [--rounds 5] [--steps 5] [--plot FILE] [--json FILE] [--quick]
 
-Prints a table in Markdown. One axis is doubled at a time around a base point (8 rollouts of 4 prompts, one call of 32
-new tokens), in step, on the bundled model; the end of sequence is ignored, so that the work is exact. In a conversation
-of several turns each call goes on from all that was said before. On the last axis as many episodes are in flight at
-once as the size says, with replies of 8 tokens; the engine decodes as many of them together as it does by default.
+Prints a Markdown table. One axis at a time is doubled around a base point (8 rollouts of 4 prompts, one call of 32 new
+tokens), in synchronous training of the bundled model. The end of sequence is ignored, so that the amount of work is
+exact. In a conversation of several turns each call continues all earlier turns. On the last axis the size is the number
+of concurrent episodes, with replies of 8 tokens; the engine decodes as many of them together as it does by default.
 
-Each round makes a run of every point, in turns forwards and backwards, and counts its fastest step, the first left out:
-shown are the median over the rounds and, in brackets, the range. The exponent is the logarithm of the ratio of seconds,
-to the point before and in the same round, over that of the ratio of sizes: 1 is proportional growth, and above 1.15
-counts as super-linear. `--quick` takes every other size, up to 256 episodes, and fewer rounds and steps.
+Each round runs every point, alternately forwards and backwards, and takes its fastest step after the first. Shown are
+the median over the rounds and, in brackets, the range. The exponent is log(ratio of seconds) / log(ratio of sizes),
+against the previous point of the same round: 1 is proportional growth, above 1.15 counts as super-linear. `--quick`
+runs every other size, up to 256 episodes, with fewer rounds and steps.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 SUPER_LINEAR = 1.15
 QUESTION = "Are you sure?"
-_COLORS = {"step": "#0072B2", "generate": "#E69F00", "train": "#009E73"}  # told apart by colour-blind eyes too
+_COLORS = {"step": "#0072B2", "generate": "#E69F00", "train": "#009E73"}  # distinct for colour-blind readers
 _INK, _FAINT = "#333333", "#E4E4E4"
 
 
@@ -77,7 +77,7 @@ class Spent:
 
 
 @dataclass(frozen=True)
-class Figure:
+class Spread:
     """Over all rounds."""
 
     median: float
@@ -98,10 +98,10 @@ class Row:
 
     size: int
     point: Point
-    step_s: Figure
-    generate_s: Figure
-    train_s: Figure
-    exponent: Figure | None
+    step_s: Spread
+    generate_s: Spread
+    train_s: Spread
+    exponent: Spread | None
     """From the point before; None at the first."""
 
     @property
@@ -136,7 +136,7 @@ def make_axes(quick: bool) -> dict[str, dict[int, Point]]:
         "batch (prompts)": {n: replace(base, prompts=n) for n in _sizes(1, 32, factor)},
         "length (new tokens)": {n: replace(base, tokens=n) for n in _sizes(16, 256, factor)},
         "turns": {n: replace(base, turns=n) for n in _sizes(1, 8, factor)},
-        "episodes at once": {
+        "concurrent episodes": {
             n: replace(base, prompts=n // base.group, tokens=8) for n in _sizes(16, 256 if quick else 1024, factor)
         },
     }
@@ -169,7 +169,7 @@ def train(point: Point, steps: int, tasks: Sequence[Task]) -> list[Spent]:
 
 
 def _check_work(row: Mapping[str, float], point: Point) -> None:
-    """Figures of another amount of work than the point says would be worth nothing."""
+    """Check that the run did the amount of work that the point says."""
     assert row["tokens/generated"] == row["tokens/trained"] == point.generated, row
     assert row["batch/rows"] == point.episodes, "a conversation was torn into several rows"
 
@@ -190,7 +190,7 @@ def measure(points: Sequence[Point], rounds: int, steps: int) -> dict[Point, lis
 
 
 def to_rows(axis: Mapping[int, Point], fastest: Mapping[Point, Sequence[Spent]]) -> list[Row]:
-    """The figures of one axis."""
+    """The rows of one axis."""
     exponents: dict[int, list[float]] = {}
     for (size, point), (next_size, next_point) in pairwise(axis.items()):
         pairs = zip(fastest[point], fastest[next_point], strict=True)
@@ -199,10 +199,10 @@ def to_rows(axis: Mapping[int, Point], fastest: Mapping[Point, Sequence[Spent]])
         Row(
             size,
             point,
-            step_s=Figure.of([spent.step_s for spent in fastest[point]]),
-            generate_s=Figure.of([spent.generate_s for spent in fastest[point]]),
-            train_s=Figure.of([spent.train_s for spent in fastest[point]]),
-            exponent=Figure.of(exponents[size]) if size in exponents else None,
+            step_s=Spread.of([spent.step_s for spent in fastest[point]]),
+            generate_s=Spread.of([spent.generate_s for spent in fastest[point]]),
+            train_s=Spread.of([spent.train_s for spent in fastest[point]]),
+            exponent=Spread.of(exponents[size]) if size in exponents else None,
         )
         for size, point in axis.items()
     ]
@@ -230,11 +230,11 @@ def print_table(table: Mapping[str, Sequence[Row]]) -> None:
 def draw(table: Mapping[str, Sequence[Row]], path: Path) -> None:
     """A panel per axis, both scales logarithmic, with the line of proportional growth through the first point."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure as Picture
+    from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
-    figure = Picture(figsize=(13.6, 8.0), dpi=150, layout=layout)
+    figure = Figure(figsize=(13.6, 8.0), dpi=150, layout=layout)
     FigureCanvasAgg(figure)  # no pyplot: it keeps global state and may look for a display
     figure.suptitle("Seconds per step", color=_INK, fontsize=13, fontweight="bold")
     panels = figure.subplots(2, 3).flatten()
@@ -256,13 +256,13 @@ def _draw_axis(axes: Axes, name: str, rows: Sequence[Row]) -> Axes:
     axes.set_yscale("log")
     axes.plot(sizes, proportional, color="#999999", linestyle="--", linewidth=1.2, label="proportional growth")
     for part, color in _COLORS.items():
-        figures: list[Figure] = [getattr(row, f"{part}_s") for row in rows]
+        spreads: list[Spread] = [getattr(row, f"{part}_s") for row in rows]
         wide = 2.2 if part == "step" else 1.2
         axes.plot(
-            sizes, [f.median for f in figures], color=color, linewidth=wide, marker="o", markersize=2 * wide, label=part
+            sizes, [f.median for f in spreads], color=color, linewidth=wide, marker="o", markersize=2 * wide, label=part
         )
         axes.fill_between(
-            sizes, [f.low for f in figures], [f.high for f in figures], color=color, alpha=0.15, linewidth=0
+            sizes, [f.low for f in spreads], [f.high for f in spreads], color=color, alpha=0.15, linewidth=0
         )
     axes.set_title(name, loc="left", color=_INK, fontsize=11)
     axes.set_xticks(sizes, [str(size) for size in sizes])
@@ -298,8 +298,8 @@ def main() -> None:
     """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=5, help="of each run, beside the first, which does not count")
-    parser.add_argument("--plot", type=Path, help="draw a picture (PNG); needs the extra plot")
+    parser.add_argument("--steps", type=int, default=5, help="measured steps per run, after the first")
+    parser.add_argument("--plot", type=Path, help="draw a chart (PNG); needs the extra plot")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true")
     args = parsed(parser, {"rounds": 2, "steps": 2})

@@ -1,4 +1,4 @@
-"""Which staleness policy is bounded, unbiased towards slow tasks and non-stalling at once? In the simulator.
+"""Which staleness policy is bounded, unbiased against slow tasks, and does not stall? In the simulator.
 
     python benchmarks/staleness_policies.py [--json FILE] [--quick]
     python benchmarks/staleness_policies.py --against RUN_DIR [RUN_DIR ...] [--json FILE]
@@ -6,11 +6,11 @@
 The scenario: batches of 64 groups, 384 in flight, one task in ten 12 times slower, bound 4. A group takes a minute
 (median; slow ones twelve), so a full engine makes 384 / (0.9 * 1 + 0.1 * 12) = 183 groups a minute, a little less by
 the spread of durations. The learner is given 90% of that: a perfect pipeline keeps it busy all the time and has a tenth
-of the engine to spare; one that leaves places empty, waits, or trains less than it generates does not.
+of the engine to spare. One that leaves slots empty, waits, or trains less than it generates does not.
 
 A slow task then runs for about 31 versions, eight times the bound. Its tokens are spread evenly over them. Waste is
-counted twice: by tokens, as if slow tasks said as much as others (they wait for tools), and by time, which is what they
-would waste if they were slow because they say twelve times as much.
+counted twice: by tokens, as if slow tasks sample as much as others (they wait for tools), and by time, as if they were
+slow because they sample twelve times as much.
 
 `--against` simulates recorded runs with their own settings and durations, and compares prediction and measurement.
 """
@@ -61,7 +61,7 @@ def scenario(policy: str, steps: int, *settings: str) -> RunConfig:
     values = {
         "trainer": {"batch_size": BATCH, "max_staleness": BOUND, "staleness": policy},
         "rollout": {"group_size": 1, "max_concurrent": IN_FLIGHT},
-        "algorithm": {"estimator": "reinforce"},  # a group of one: only whole groups matter here
+        "algorithm": {"estimator": "reinforce"},  # a group of one: only complete groups matter here
         "simulate": {
             "group_s": GROUP_S,
             "group_spread": SPREAD,
@@ -76,7 +76,7 @@ def scenario(policy: str, steps: int, *settings: str) -> RunConfig:
 
 
 def compare_policies(steps: int) -> dict[str, Outcome]:
-    """Every policy on the scenario, and what tells them apart."""
+    """Every policy on the scenario."""
     register("staleness", "drop_freely", DropFreely)
     register("staleness", "mask_freely", MaskFreely)
     runs = {policy: scenario(policy, steps) for policy in POLICIES}
@@ -91,17 +91,17 @@ def print_policies(found: dict[str, Outcome]) -> None:
     print("| policy | oldest | rows beyond age bound | rows beyond divergence bound | slow groups | slow tokens "
           "| learner busy | engine busy | wasted tokens | wasted time | rows measured |")  # fmt: skip
     print("| --- |" + " ---: |" * 10)
-    for name, figures in found.items():
-        far = str(figures.rows_too_far) if name.startswith("trust") else "–"
-        print(f"| {name} | {figures.staleness_max} | {figures.rows_too_old:.1%} | {far} | {figures.slow_groups:.1%} "
-              f"| {figures.slow_tokens:.1%} | {figures.learner_busy:.1%} | {figures.generation_busy:.1%} "
-              f"| {figures.wasted_tokens:.1%} | {figures.wasted_time:.1%} | {figures.rows_measured:.1%} |")  # fmt: skip
+    for name, outcome in found.items():
+        far = str(outcome.rows_too_far) if name.startswith("trust") else "–"
+        print(f"| {name} | {outcome.staleness_max} | {outcome.rows_too_old:.1%} | {far} | {outcome.slow_groups:.1%} "
+              f"| {outcome.slow_tokens:.1%} | {outcome.learner_busy:.1%} | {outcome.generation_busy:.1%} "
+              f"| {outcome.wasted_tokens:.1%} | {outcome.wasted_time:.1%} | {outcome.rows_measured:.1%} |")  # fmt: skip
 
 
 def frontier(steps: int) -> dict[str, Outcome]:
     """`trust` under other drifts: how it grows with age, how tasks differ in it, and how it compares with rounding.
 
-    Where slow tasks say everything at once and then wait, all of their tokens are as old as can be.
+    If slow tasks sample everything at the start and then wait, all their tokens are as old as can be.
     """
     found: dict[str, Outcome] = {}
     for power, growth in ((0.5, "random walk"), (1.0, "steady drift")):
@@ -121,18 +121,18 @@ def print_frontier(found: dict[str, Outcome]) -> None:
     """As a table in Markdown."""
     print("| drift | learner busy | slow groups | slow tokens | wasted tokens | wasted time | beyond its bound |")
     print("| --- |" + " ---: |" * 6)
-    for name, figures in found.items():
-        print(f"| {name} | {figures.learner_busy:.1%} | {figures.slow_groups:.1%} | {figures.slow_tokens:.1%} "
-              f"| {figures.wasted_tokens:.1%} | {figures.wasted_time:.1%} | {figures.rows_too_far} |")  # fmt: skip
+    for name, outcome in found.items():
+        print(f"| {name} | {outcome.learner_busy:.1%} | {outcome.slow_groups:.1%} | {outcome.slow_tokens:.1%} "
+              f"| {outcome.wasted_tokens:.1%} | {outcome.wasted_time:.1%} | {outcome.rows_too_far} |")  # fmt: skip
 
 
-def print_targets(figures: Outcome) -> bool:
+def print_targets(outcome: Outcome) -> bool:
     """Whether `trust` reaches what it must."""
     met = {
-        "learner busy": (figures.learner_busy, f">= {TARGETS['learner_busy']}", figures.learner_busy >= 0.95),
-        "slow groups": (figures.slow_groups, f">= {TARGETS['slow_groups']}", figures.slow_groups >= 0.9),
-        "wasted tokens": (figures.wasted_tokens, f"<= {TARGETS['wasted_tokens']}", figures.wasted_tokens <= 0.05),
-        "rows beyond its bound": (figures.rows_too_far, "0", figures.rows_too_far == 0),
+        "learner busy": (outcome.learner_busy, f">= {TARGETS['learner_busy']}", outcome.learner_busy >= 0.95),
+        "slow groups": (outcome.slow_groups, f">= {TARGETS['slow_groups']}", outcome.slow_groups >= 0.9),
+        "wasted tokens": (outcome.wasted_tokens, f"<= {TARGETS['wasted_tokens']}", outcome.wasted_tokens <= 0.05),
+        "rows beyond its bound": (outcome.rows_too_far, "0", outcome.rows_too_far == 0),
     }
     for name, (value, target, ok) in met.items():
         print(f"trust: {name} {value:.3g}, target {target}: {'met' if ok else 'MISSED'}")
@@ -143,7 +143,7 @@ def print_targets(figures: Outcome) -> bool:
 
 
 def against(run_dir: Path) -> dict[str, dict[str, float]]:
-    """Predicted and measured figures of a recorded run, its first quarter left out of both."""
+    """Predicted and measured metrics of a recorded run, both without its first quarter."""
     values = json.loads((run_dir / "config.json").read_text())
     rows = [row for row in read_rows(run_dir / FILE_NAME).values() if "time/train_s" in row]
     values["simulate"] = {"from_run": str(run_dir), "steps": len(rows), "warmup": len(rows) // 4}
@@ -168,7 +168,7 @@ def _ratio(predicted: float, measured: float) -> float:
 
 def print_against(runs: Sequence[Path]) -> Iterator[tuple[str, Any]]:
     """As a table in Markdown, row by row."""
-    print("| run | figure | predicted | measured | ratio |\n| --- | --- | ---: | ---: | ---: |")
+    print("| run | metric | predicted | measured | ratio |\n| --- | --- | ---: | ---: | ---: |")
     for run_dir in runs:
         found = against(run_dir)
         for key, row in found.items():
@@ -195,7 +195,7 @@ def run_scenario(quick: bool) -> dict[str, Any]:
     """The policies, the frontier and the speed of the simulator."""
     started = time.perf_counter()
     policies = compare_policies(200 if quick else 2000)
-    wall_s, virtual_s = time.perf_counter() - started, sum(figures.end_s for figures in policies.values())
+    wall_s, virtual_s = time.perf_counter() - started, sum(outcome.end_s for outcome in policies.values())
     print_policies(policies)
     print(f"\n{virtual_s / 86400:.1f} days simulated in {wall_s:.0f} s: {virtual_s / wall_s:,.0f} times real time\n")
     met = print_targets(policies["trust"])
@@ -203,8 +203,8 @@ def run_scenario(quick: bool) -> dict[str, Any]:
     drifts = frontier(200 if quick else 600)
     print_frontier(drifts)
     return {
-        "policies": {name: asdict(figures) for name, figures in policies.items()},
-        "drifts": {name: asdict(figures) for name, figures in drifts.items()},
+        "policies": {name: asdict(outcome) for name, outcome in policies.items()},
+        "drifts": {name: asdict(outcome) for name, outcome in drifts.items()},
         "times_real_time": virtual_s / wall_s,
         "targets_met": met,
     }

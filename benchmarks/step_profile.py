@@ -1,9 +1,9 @@
-"""Where does the time of a step go? The step that vs_trl.py compares, on Headrace's side alone.
+"""Where does the time of a step go? Headrace's side of the step in vs_trl.py.
 
     python benchmarks/step_profile.py [--model bundled] [--steps 40] [--json FILE] [--quick]
 
-Prints a table in Markdown: milliseconds of a step that pass in each part (all calls after the warm-up),
-and its share of the step. Parts that are indented are within the one above.
+Prints a Markdown table: milliseconds per step in each part (all calls after the warm-up), and its share of the step.
+Indented parts are inside the part above.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from headrace.trainer.learner_step import Learner
 from headrace.trainer.trainer import UnifiedTrainer
 
 PARTS: tuple[tuple[str, type, str], ...] = (
-    ("the whole step", UnifiedTrainer, "_make_step"),
+    ("step", UnifiedTrainer, "_make_step"),
     ("- engine", Lane, "advance"),
     ("  - prefill", LlamaModel, "prefill"),
     ("  - decoding and sampling", LlamaModel, "decode_and_sample"),
@@ -46,7 +46,7 @@ PARTS: tuple[tuple[str, type, str], ...] = (
     ("  - backward pass", torch.Tensor, "backward"),
     ("- update", UnifiedTrainer, "_update"),
     ("  - optimizer", LocalBackend, "optim_step"),
-    ("  - publication", LocalBackend, "publish"),
+    ("  - weight sync", LocalBackend, "publish"),
     ("- metrics and callbacks", UnifiedTrainer, "_end_of_step"),
 )
 REST = "- the way from one to the next: workflows, judging, the ledger"
@@ -84,11 +84,14 @@ def profile(model: str, steps: int) -> dict[str, float]:
     for name, owner, method in PARTS:
         setattr(owner, method, timed(getattr(owner, method), taken[name]))
     print(f"{WARM_UP + steps} steps of {model} ...", file=sys.stderr, flush=True)
-    with tempfile.TemporaryDirectory() as place, redirect_stdout(io.StringIO()):  # it would tell of a folder that goes
-        train_headrace(Work(folder, prompts, ids, WARM_UP + steps), Path(place))
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        redirect_stdout(io.StringIO()),
+    ):  # the folder is temporary
+        train_headrace(Work(folder, prompts, ids, WARM_UP + steps), Path(scratch))
     found = {name: 1e3 * _after_warm_up(taken[name], steps) / steps for name, _, _ in PARTS}
-    whole, *parts = [spent for name, spent in found.items() if not name.startswith(" ")]
-    return found | {REST: whole - sum(parts)}
+    total, *parts = [spent for name, spent in found.items() if not name.startswith(" ")]
+    return found | {REST: total - sum(parts)}
 
 
 def _after_warm_up(taken: list[float], steps: int) -> float:
@@ -104,10 +107,10 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="five steps after the warm-up")
     given = parsed(parser, {"steps": 5})
     found = profile(given.model, given.steps)
-    whole = found[PARTS[0][0]]
+    total = found[PARTS[0][0]]
     print("\n| part | ms | share |\n| --- | ---: | ---: |")
     for name, spent in found.items():
-        print(f"| {name.replace('  ', '&nbsp;&nbsp;')} | {spent:.1f} | {spent / whole:.0%} |")
+        print(f"| {name.replace('  ', '&nbsp;&nbsp;')} | {spent:.1f} | {spent / total:.0%} |")
     if given.json:
         given.json.write_text(json.dumps(found, indent=2) + "\n")
 

@@ -1,10 +1,10 @@
-"""Is a step through Tinker the step that the local backend makes? Every loss, on random rows, through a real server.
+"""Does a step through Tinker equal a step of the local backend? Every loss, on random rows, with a real server.
 
     python benchmarks/tinker_equality.py [LOSS ...] [--batches 3] [--json FILE] [--quick]
 
 Both backends start from the same adapters and make three SGD-like steps (AdamW with eps 1). Compared are the
-log-probabilities before each step, the gradient norms, and the log-probabilities afterwards. `one pass` sends the loss
-to the service by its name; `two passes` computes it here. Prints a table in Markdown with the largest differences.
+log-probabilities before each step, the gradient norms, and the final log-probabilities. `one pass` names the loss to
+the service; `two passes` computes it here. Prints a Markdown table with the largest differences.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def tinker_server(folder: Path, model: str = "bundled", *options: str) -> Iterat
 def _await_healthy(server: subprocess.Popen[bytes], url: str, log: Path) -> None:
     for _ in range(600):
         if server.poll() is not None:
-            raise RuntimeError(f"the server ended at once:\n{log.read_text()}")
+            raise RuntimeError(f"the server stopped immediately:\n{log.read_text()}")
         try:
             with urllib.request.urlopen(f"{url}/api/v1/healthz", timeout=5):
                 return
@@ -193,7 +193,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, tinker_server(Path(folder)) as url:
         os.environ["TINKER_BASE_URL"], os.environ["TINKER_TELEMETRY"] = url, "0"
         found = asyncio.run(table(args.losses, 1 if args.quick else args.batches))
-    print("| loss | way | moved by | apart afterwards | apart on the way |\n| --- | --- | --- | --- | --- |")
+    print("| loss | method | moved by | final difference | difference before |\n| --- | --- | --- | --- | --- |")
     for name, row in found.items():
         print(f"| {name} | {row['moved']:.3f} | {row['apart']:.1e} | {row['on the way']:.1e} |")
     if args.json:

@@ -1,9 +1,9 @@
-"""Does training through Tinker learn as the local backend does? The same run, seeds and adapters; two ways.
+"""Does training through Tinker learn like the local backend? The same run, seeds and adapters with both.
 
     python benchmarks/tinker_learning.py [--seeds 0 1 2] [--json FILE] [--quick]
 
-Trains examples/countdown_tinker.toml with backend "tinker", through a server of its own, and with backend "local" and
-LoRA. Prints held-out pass@1 and rewards over the run as a table in Markdown. Runs are kept in --work, not repeated.
+Trains examples/countdown_tinker.toml with backend "tinker", through a local server, and with backend "local" and LoRA.
+Prints held-out pass@1 and rewards over the run as a Markdown table. Finished runs in --work are not repeated.
 """
 
 from __future__ import annotations

@@ -2,15 +2,16 @@
 
     python benchmarks/vs_trl.py [--rounds 2] [--steps 4] [--models smollm2-135m,bundled] [--json FILE] [--quick]
 
-Prints a table in Markdown. Both sides have the same weights, prompts (the same ids), group size, number of sampled
-tokens (an end of sequence ends nothing), reward, loss and optimizer, in float32 on two threads; on-policy, one update
-per batch. Each round is one process of each side, one after the other; the first step of each is warm-up.
-The bundled model, whose steps are short, makes ten times as many. Generated tokens are those of the replies; trained
-tokens are those of the rows, prompts included, over all of the step that is not sampling.
-Headrace runs as a user runs it, with ledger and metrics, engine and learner in one process. TRL gets the whole batch at
-once, the fused optimizer and no logging, and runs twice: as it comes, which is with gradient checkpointing, and without
-that, which is faster and takes more memory. TRL needs an environment of its own, which is made in .venv-trl unless
---trl-python names one. `--quick` takes the bundled model and one round of two steps.
+Prints a Markdown table. Both sides have the same weights, prompts (the same ids), group size, number of sampled tokens
+(the end of sequence is ignored), reward, loss and optimizer, in float32 on two threads; on-policy, one update per
+batch. Each round runs one process of each side, one after the other; the first step of each is warm-up. The bundled
+model, whose steps are short, runs ten times as many. Generated tokens are those of the replies. Trained tokens are
+those of the rows, including prompts, over the time of the step without sampling.
+
+Headrace runs as for a user, with ledger and metrics, engine and learner in one process. TRL gets the complete batch in
+one piece, the fused optimizer and no logging. It runs with its defaults, which include gradient checkpointing, and
+without checkpointing, which is faster and takes more memory. TRL has its own environment, created in .venv-trl unless
+--trl-python names one. `--quick` runs the bundled model and one round of two steps.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import Any
 
 from _arguments import STOPPED, parsed
 from _environments import HERE, checked, environment, with_module
-from _trl_side import Figures, Work, distinct_share, peak_mb
+from _trl_side import Measurements, Work, distinct_share, peak_mb
 from tokenizers import Tokenizer
 
 from headrace import Model, Task
@@ -60,7 +61,7 @@ def make_prompts(folder: str, count: int, tokens: int = PROMPT_TOKENS) -> tuple[
     return texts, rows
 
 
-def train_headrace(work: Work, place: Path) -> Figures:
+def train_headrace(work: Work, scratch: Path) -> Measurements:
     """Train with UnifiedTrainer."""
     import torch
 
@@ -74,12 +75,12 @@ def train_headrace(work: Work, place: Path) -> Figures:
         Task(id=str(number), instruction=text, metadata={"ids": ids})
         for number, (text, ids) in enumerate(zip(work.prompts, work.prompt_ids, strict=True))
     ]
-    result = UnifiedTrainer(_headrace_config(work, place), workflow=answer, tasks=tasks).fit()
+    result = UnifiedTrainer(_headrace_config(work, scratch), workflow=answer, tasks=tasks).fit()
     if result.interrupted:
         raise SystemExit(STOPPED)
     rows = [json.loads(line) for line in (result.run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if row["step"]]
-    return Figures(
+    return Measurements(
         step_s=[row["time/step_s"] for row in steps],
         generate_s=[row["time/generate_s"] for row in steps],
         generated_tokens=[round(row["tokens/generated"]) for row in steps],
@@ -89,10 +90,10 @@ def train_headrace(work: Work, place: Path) -> Figures:
     )
 
 
-def _headrace_config(work: Work, place: Path) -> Any:
+def _headrace_config(work: Work, scratch: Path) -> Any:
     return build_config(
         {
-            "run": {"name": "headrace", "dir": place, "seed": work.seed},
+            "run": {"name": "headrace", "dir": scratch, "seed": work.seed},
             "model": {"name": work.model},
             "data": {"shuffle": False},
             "rollout": {"group_size": work.group_size, "max_tokens": work.new_tokens},
@@ -106,7 +107,7 @@ def _headrace_config(work: Work, place: Path) -> Any:
 
 @dataclass(frozen=True)
 class Side:
-    """One of them, over all measured steps of its processes."""
+    """One side, over all measured steps of its processes."""
 
     step_s: list[float]
     generate_s: list[float]
@@ -117,12 +118,12 @@ class Side:
     """Tokens of a step's rows, prompts included."""
 
     @classmethod
-    def of(cls, work: Work, processes: list[Figures]) -> Side:
-        step_s = [value for figures in processes for value in figures.step_s[WARM_UP:]]
-        generate_s = [value for figures in processes for value in figures.generate_s[WARM_UP:]]
+    def of(cls, work: Work, processes: list[Measurements]) -> Side:
+        step_s = [value for measurements in processes for value in measurements.step_s[WARM_UP:]]
+        generate_s = [value for measurements in processes for value in measurements.generate_s[WARM_UP:]]
         generated = work.rows * work.new_tokens
         trained = generated + work.rows * PROMPT_TOKENS
-        return cls(step_s, generate_s, [figures.peak_mb for figures in processes], generated, trained)
+        return cls(step_s, generate_s, [measurements.peak_mb for measurements in processes], generated, trained)
 
     @property
     def train_s(self) -> list[float]:
@@ -169,7 +170,7 @@ def rows_of(sides: dict[str, Side]) -> list[Row]:
         return [tokens / value for value in seconds]
 
     def row(name: str, of: Callable[[Side], list[float]], digits: int, more_is_better: bool) -> Row:
-        return Row(name, {side: of(figures) for side, figures in sides.items()}, digits, more_is_better)
+        return Row(name, {side: of(measurements) for side, measurements in sides.items()}, digits, more_is_better)
 
     return [
         row("seconds per step", lambda side: side.step_s, 2, False),
@@ -179,25 +180,27 @@ def rows_of(sides: dict[str, Side]) -> list[Row]:
     ]
 
 
-def run_side(name: str, command: list[str], work: Work) -> Figures:
+def run_side(name: str, command: list[str], work: Work) -> Measurements:
     """One process of one side."""
-    with tempfile.TemporaryDirectory() as place:
-        given, wanted = Path(place) / "work.json", Path(place) / "figures.json"
+    with tempfile.TemporaryDirectory() as scratch:
+        given, wanted = Path(scratch) / "work.json", Path(scratch) / "measurements.json"
         given.write_text(json.dumps(asdict(work)))
         threads = str(work.threads)
         checked(
             [*command, str(given), str(wanted)], f"{name} failed on {work.model}", "see what it said",
             OMP_NUM_THREADS=threads, HF_HUB_OFFLINE="1",
         )  # fmt: skip
-        figures = Figures(**json.loads(wanted.read_text()))
+        measurements = Measurements(**json.loads(wanted.read_text()))
     expected = [work.rows * work.new_tokens] * work.steps
-    if figures.generated_tokens != expected:
-        raise SystemExit(f"{name} sampled {figures.generated_tokens} tokens in its steps, and was to sample {expected}")
-    return figures
+    if measurements.generated_tokens != expected:
+        raise SystemExit(
+            f"{name} sampled {measurements.generated_tokens} tokens in its steps, and was to sample {expected}"
+        )
+    return measurements
 
 
 def compare(model: str, python: Path, given: argparse.Namespace) -> dict[str, Any]:
-    """All rounds with one model: prints its lines, returns all figures."""
+    """All rounds with one model: prints its rows, returns all measurements."""
     measured = given.steps * (SHORT_STEPS if model == "bundled" and not given.quick else 1)
     folder, steps = resolve_model(model), WARM_UP + measured
     prompts, ids = make_prompts(folder, steps * Work.prompts_per_step)
@@ -208,7 +211,7 @@ def compare(model: str, python: Path, given: argparse.Namespace) -> dict[str, An
         AS_IT_COMES: (trl, replace(work, gradient_checkpointing=True)),
         FASTER: (trl, work),
     }
-    processes: dict[str, list[Figures]] = {name: [] for name in sides}
+    processes: dict[str, list[Measurements]] = {name: [] for name in sides}
     for _ in range(given.rounds):
         for name, (command, its_work) in sides.items():
             processes[name].append(run_side(name, command, its_work))
@@ -218,7 +221,7 @@ def compare(model: str, python: Path, given: argparse.Namespace) -> dict[str, An
     return {
         "ratios": {row.name: row.better for row in rows},
         "medians": {row.name: row.medians for row in rows},
-        "processes": {name: [asdict(figures) for figures in made] for name, made in processes.items()},
+        "processes": {name: [asdict(measurements) for measurements in made] for name, made in processes.items()},
         "work": asdict(work),
     }
 
@@ -229,7 +232,7 @@ def main() -> None:
     parser.add_argument("--models", default="smollm2-135m,bundled", help="comma-separated")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=4, help="measured steps of each process")
-    parser.add_argument("--trl-python", type=Path, help="interpreter of an environment that has TRL")
+    parser.add_argument("--trl-python", type=Path, help="interpreter of an environment with TRL")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--headrace-side", nargs=2, type=Path, help=argparse.SUPPRESS)

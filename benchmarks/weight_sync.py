@@ -1,17 +1,15 @@
-"""How fast do weights come from the learner to an engine in a process of its own, against a plain copy of them?
+"""How fast is a weight sync to a separate engine process, compared with a plain memory copy?
 
-    python benchmarks/publication.py [--model smollm2-135m] [--rounds 7] [--json FILE] [--quick]
+    python benchmarks/weight_sync.py [--model smollm2-135m] [--rounds 7] [--json FILE] [--quick]
 
-Prints a table in Markdown. Before each publication an optimizer step changes all weights. The parts are what
-`LocalBackend.publish` does, measured one by one: the learner copies its weights into shared memory, and the engine
-takes the fingerprint of what it finds there and goes on with it; beside both, the learner takes its own fingerprint.
-Taking over is the round trip of a call that only passes through the engine's thread; the engine's fingerprint is what
-loading takes beyond that.
-All take turns; figures are medians, with the lowest and the highest. `--quick` takes the bundled model, which is too
-small to say anything about bandwidth.
+Prints a Markdown table. An optimizer step changes all weights before each sync. The parts of a sync are also measured
+one by one: the learner copies its weights into shared memory, the engine digests what it finds there and switches to
+it, and the learner digests its own weights at the same time. "switch" is the round trip of an empty call through the
+engine's thread; the engine's digest is the rest of the load. All measurements alternate. Shown are medians, with the
+lowest and the highest. `--quick` uses the bundled model, which is too small to measure bandwidth.
 
 A plain copy moves as many bytes: with `Tensor.copy_` and the learner's threads, and with numpy, which has one thread
-but may be faster, since it writes past the caches. What memory allows is the faster of the two.
+but may be faster, since it bypasses the caches. The memory limit is the faster of the two.
 """
 
 from __future__ import annotations
@@ -41,8 +39,8 @@ from headrace.models.modules import trained_parameters
 
 TARGET = 0.5
 COPIES = ("plain copy, torch", "plain copy, numpy")
-WHOLE = "publication"
-WARM_UP = 2  # the engine's two buffers are first written to, and their models made
+SYNC = "weight sync"
+WARM_UP = 2  # the first write to the engine's two buffers
 Timings = dict[str, float]
 
 
@@ -52,8 +50,8 @@ async def timed(call: Awaitable[Any]) -> tuple[float, Any]:
     return time.perf_counter() - began, result
 
 
-class Publisher:
-    """A learner and an engine apart from it."""
+class SyncedPair:
+    """A learner and a separate engine process."""
 
     def __init__(self, model: str) -> None:
         config = build_config({"model": {"name": model}, "trainer": {"placement": "separate"}})
@@ -73,14 +71,14 @@ class Publisher:
         await self.backend.optim_step(1e-5, grad_scale([self._batch], IMITATE))
 
     async def round(self) -> Timings:
-        """Seconds of plain copies, of a publication, and of another one part by part."""
+        """Seconds of plain copies, of a sync, and of the parts of another sync."""
         await self.step()
         by_torch, _ = await timed(asyncio.to_thread(self._target.copy_, self._source))
         by_numpy, _ = await timed(asyncio.to_thread(np.copyto, self._target.numpy(), self._source.numpy()))
         self._version += 1
-        whole, _ = await timed(self.backend.publish(self._version))
+        synced, _ = await timed(self.backend.publish(self._version))
         await self.step()
-        return {COPIES[0]: by_torch, COPIES[1]: by_numpy, WHOLE: whole, **await self._parts()}
+        return {COPIES[0]: by_torch, COPIES[1]: by_numpy, SYNC: synced, **await self._parts()}
 
     async def _parts(self) -> Timings:
         self._version += 1
@@ -88,12 +86,12 @@ class Publisher:
         staged, buffer = await timed(asyncio.to_thread(self.engine.stage))
         loaded, theirs = await timed(self.engine.load_weights(self._version, buffer))
         assert theirs == ours, "the engine holds other weights than the learner"
-        taken, _ = await timed(self.engine.resume())  # it is not paused: nothing but the way there and back
+        taken, _ = await timed(self.engine.resume())  # it is not paused: an empty round trip
         return {
-            "learner's fingerprint": hashed,
+            "learner's digest": hashed,
             "staging copy": staged,
-            "engine's fingerprint": max(loaded - taken, 0.0),
-            "taking over": taken,
+            "engine's digest": max(loaded - taken, 0.0),
+            "switch": taken,
         }
 
     async def close(self) -> None:
@@ -102,13 +100,13 @@ class Publisher:
 
 
 async def measure(model: str, rounds: int) -> tuple[int, int, list[Timings]]:
-    """Bytes of a publication, threads of the learner, and the timings of each round."""
-    publisher = Publisher(model)
+    """Bytes of a sync, threads of the learner, and the timings of each round."""
+    pair = SyncedPair(model)
     try:
-        found = [await publisher.round() for _ in range(WARM_UP + rounds)]
+        found = [await pair.round() for _ in range(WARM_UP + rounds)]
     finally:
-        await publisher.close()
-    return publisher.nbytes, torch.get_num_threads(), found[WARM_UP:]
+        await pair.close()
+    return pair.nbytes, torch.get_num_threads(), found[WARM_UP:]
 
 
 def report(nbytes: int, rounds: list[Timings]) -> dict[str, Any]:
@@ -120,7 +118,7 @@ def report(nbytes: int, rounds: list[Timings]) -> dict[str, Any]:
             "seconds": seconds,
             "gbps": nbytes / median(seconds) / 1e9,
             **{copy: [timings[copy] / timings[name] for timings in rounds] for copy in COPIES},
-            "of_publication": median(timings[name] / timings[WHOLE] for timings in rounds),
+            "of_sync": median(timings[name] / timings[SYNC] for timings in rounds),
         }
     return found
 
@@ -140,20 +138,20 @@ def main() -> None:
     found = report(nbytes, rounds)
     print(f"{model}: {nbytes / 1e6:.0f} MB, learner with {threads} threads")
     print_table(
-        ["", "milliseconds", "GB/s", *(f"speed / {copy}" for copy in COPIES), "seconds / publication"],
+        ["", "milliseconds", "GB/s", *(f"speed / {copy}" for copy in COPIES), "seconds / weight sync"],
         [
             [
                 name,
                 spread([1e3 * seconds for seconds in row["seconds"]], 1),
                 f"{row['gbps']:.1f}",
                 *(spread(row[copy]) for copy in COPIES),
-                f"{row['of_publication']:.2f}",
+                f"{row['of_sync']:.2f}",
             ]
             for name, row in found.items()
         ],
     )
-    shares = {copy: median(found[WHOLE][copy]) for copy in COPIES}
-    print("\nspeed of a publication:", "; ".join(f"{share:.0%} of a {copy}" for copy, share in shares.items()))
+    shares = {copy: median(found[SYNC][copy]) for copy in COPIES}
+    print("\nspeed of a weight sync:", "; ".join(f"{share:.0%} of a {copy}" for copy, share in shares.items()))
     print(f"the target is {TARGET:.0%} of a copy")
     if given.json:
         out = {"model": model, "bytes": nbytes, "threads": threads, "shares": shares, "target": TARGET, "parts": found}
