@@ -1,4 +1,4 @@
-"""A small text game of several turns: a caller names numbers, one per turn, and the model answers with the same."""
+"""A small text game of several turns: a caller names numbers, one per turn, and the model repeats each."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from headrace import Task
 from headrace.judge.countdown import evaluate, last_answer
 
-A_NUMBER = 0.1  # worth of a wrong number: better than none
+A_NUMBER = 0.1  # reward of a wrong number: better than none
 
 
 class Echo:
-    """One game. Each turn counts for itself: what was said before must not mislead."""
+    """One game. Each turn is scored by itself."""
 
     def reset(self, task: Task) -> str:
         """The first call."""
@@ -29,8 +29,8 @@ class Echo:
         self._right += right
         done = self._turn == len(self._calls)
         info = {"is_correct": self._right == len(self._calls), "metrics": {"right": self._right / self._turn}}
-        worth = 1.0 if right else A_NUMBER if made is not None else 0.0
-        return "" if done else self._call(), worth, done, info
+        reward = 1.0 if right else A_NUMBER if made is not None else 0.0
+        return "" if done else self._call(), reward, done, info
 
     def _call(self) -> str:
         number = self._calls[self._turn]
@@ -38,7 +38,7 @@ class Echo:
 
 
 def games(split: str, count: int, turns: int = 2, highest: int = 9) -> Iterator[Task]:
-    """Games of so many turns. No order of calls of "test" is one of "train"."""
+    """Games of `turns` turns. No sequence of calls is in both "train" and "test"."""
     rng = random.Random(split)
     made = 0
     while made < count:

@@ -1,11 +1,11 @@
-"""Questions after a few answered ones, so that a small model knows what form an answer has.
+"""Few-shot prompts, so that a small model knows the format of an answer.
 
 headrace train examples/arithmetic_smollm2.toml
 """
 
 from headrace import Model, Task
 
-ASKED = "State the final answer to the following arithmetic problem: "
+QUESTION = "State the final answer to the following arithmetic problem: "
 SHOTS = (("4 + 3 =", "7"), ("9 - 2 =", "7"), ("3 - 8 =", "-5"), ("8 + 6 =", "14"))
 
 
@@ -14,6 +14,6 @@ async def few_shot(task: Task, model: Model) -> None:
     shown = [
         {"role": role, "content": content}
         for question, answer in SHOTS
-        for role, content in (("user", ASKED + question), ("assistant", answer))
+        for role, content in (("user", QUESTION + question), ("assistant", answer))
     ]
     await model.chat([*shown, *task.messages])

@@ -1,4 +1,4 @@
-"""A language model as judger. Here a stand-in plays the model: a server that speaks OpenAI's protocol, judging by rule.
+"""A language model as judger. Here a stand-in replaces the model: a server with OpenAI's API that judges by a rule.
 
 With a real model, leave this file out and write in the run file:
 
@@ -19,7 +19,7 @@ from headrace.judge.llm import LLMJudger
 
 
 class StandInJudge(LLMJudger):
-    """The judger "llm", with a server of its own on a free port."""
+    """The judger "llm", with a stand-in server on a free port."""
 
     def __init__(self, rubric: str) -> None:
         server = ThreadingHTTPServer(("127.0.0.1", 0), StandIn)
@@ -31,9 +31,9 @@ class StandIn(BaseHTTPRequestHandler):
     """Answers chat completions."""
 
     def do_POST(self) -> None:
-        """Read what is to be judged, and give it a score."""
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        message = {"role": "assistant", "content": f"SCORE: {score(asked['messages'][0]['content'])}"}
+        """Read the judge prompt and return a score."""
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        message = {"role": "assistant", "content": f"SCORE: {score(request['messages'][0]['content'])}"}
         body = json.dumps({"choices": [{"message": message, "finish_reason": "stop"}]}).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
@@ -41,7 +41,7 @@ class StandIn(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 def score(prompt: str) -> int:

@@ -1,4 +1,4 @@
-"""An agent whose tool takes its time: mostly little, sometimes very long. What asynchronous training is for."""
+"""An agent with a tool that is usually fast and sometimes very slow: the case for asynchronous training."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from headrace import Model, Task
 
 
 class LongTail:
-    """Asks the model, then waits for a tool (a search, a test suite) before the answer is judged.
+    """Calls the model, then waits for a tool (a search, a test suite) before the answer is judged.
 
-    A share `slow_share` of the tasks, always the same ones, waits `slow_factor` times as long as the others.
+    A fixed share `slow_share` of the tasks waits `slow_factor` times as long as the others.
     """
 
     def __init__(self, wait_s: float = 0.3, slow_share: float = 0.1, slow_factor: float = 12.0) -> None:

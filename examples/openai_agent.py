@@ -1,8 +1,8 @@
-"""An agent that knows nothing of its training: OpenAI's own client, in a program of its own.
+"""An agent program that does not know about its training: it uses OpenAI's client.
 
     headrace train examples/openai_agent.toml
 
-The client takes URL and key from its environment. The task comes on stdin as JSON.
+The client reads URL and key from its environment. The task is JSON on stdin.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from openai import OpenAI
 
 
 def main() -> None:
-    """Ask, and ask once more if there is no answer in what was said. The run's judger scores the last reply."""
+    """Ask, and ask again if the reply has no answer. The run's judger scores the last reply."""
     messages = json.load(sys.stdin)["messages"]
     client = OpenAI()
     for _ in range(2):

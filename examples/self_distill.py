@@ -1,4 +1,4 @@
-"""Self-distillation: the same model, asked to search step by step, teaches itself to search without being asked.
+"""Self-distillation: the model with a hint teaches itself to search step by step without the hint.
 
 headrace train examples/self_distill.toml
 """
@@ -9,11 +9,11 @@ from headrace.data.task import Message
 
 
 def with_hint(task: Task, step: Step) -> list[Message]:
-    """What only the teacher reads."""
+    """The prompt that only the teacher sees."""
     return [{"role": "user", "content": f"{task.instruction} {HINT}"}]
 
 
 @self_distill(with_hint)
 async def solve(task: Task, model: Model) -> None:
-    """Ask once; the judger decides, for the reward curve only."""
+    """One call; the judger scores it, for the reward curve only."""
     await model.chat(task.messages)

@@ -11,7 +11,7 @@ from headrace.judge.countdown import evaluate, last_answer
 
 
 async def solve_and_judge(task: Task, model: Model) -> list[Trajectory]:
-    """The solver is paid for being right, the judge for knowing whether it was."""
+    """The solver is rewarded for being right, the judge for knowing whether the solver was."""
     solution = await model.chat(task.messages, role="solver")
     answer = last_answer(solution.text)
     question = {"role": "user", "content": check_question(answer, task.answer)}

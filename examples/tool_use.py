@@ -1,4 +1,4 @@
-"""Tools for an agent: a calculator, and a shop whose prices it can look up."""
+"""Tools for an agent: a calculator and a price list."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ PRICES = {"apple": 3, "bread": 5, "cheese": 9, "dates": 7, "eggs": 4}
 
 
 def price(item: str) -> int:
-    """Look up what an item of the shop costs."""
+    """Look up the price of an item."""
     if item not in PRICES:
         raise ValueError(f"the shop has no {item}; it has {', '.join(PRICES)}")
     return PRICES[item]
 
 
 def calculate(expression: str) -> str:
-    """Work out an expression of whole numbers with +, -, *, / and parentheses."""
+    """Evaluate an expression of integers with +, -, *, / and parentheses."""
     made = evaluate(expression)
     if made is None:
-        raise ValueError(f"{expression!r} is no arithmetic")
+        raise ValueError(f"{expression!r} is not an arithmetic expression")
     return str(made[1])
 
 
