@@ -1,11 +1,11 @@
-"""Make the bundled model: a small Llama that has read attempts at Countdown of mixed quality.
+"""Make the bundled model: a small Llama trained on Countdown attempts of mixed quality.
 
     python scripts/make_bundled_model.py [--work runs/bundled] [--out src/headrace/models/bundled]
 
-It builds a tokenizer and random weights, then trains them with Headrace's own supervised objective on generated
-text: first attempts at the problem, then also problems that ask for a search, and questions whether an expression
-makes a number. The result can solve Countdown when it searches step by step, and mostly guesses instead, so that
-reinforcement learning has something to improve. Takes about half an hour on two cores.
+It builds a tokenizer and random weights, then trains them with Headrace's supervised objective on generated text: first
+attempts at the problem, then also problems that ask for a search, and questions whether an expression makes a number.
+The result solves Countdown when it searches step by step, but mostly guesses, so reinforcement learning can improve it.
+Takes about half an hour on two cores.
 """
 
 from __future__ import annotations

@@ -258,7 +258,7 @@ def require_parameters(target: Callable[..., Any], names: Sequence[str], what: s
 
 
 def _signature(target: Callable[..., Any]) -> inspect.Signature | None:
-    """None for what is written in C and has none: the call itself will tell."""
+    """The signature; None for C code without one: a wrong call will fail by itself."""
     try:
         return inspect.signature(target)
     except ValueError:
