@@ -34,13 +34,13 @@ def a_letter(seed: int) -> str:
     return random.Random(seed).choice("ab")
 
 
-def manager(engine: FakeEngine | None = None, run: Any = single_turn) -> AgentLoop:
+def loop(engine: FakeEngine | None = None, run: Any = single_turn) -> AgentLoop:
     return AgentLoop(run, engine or FakeEngine(a_letter), char_chat(), FunctionJudger(says_the_answer))
 
 
-def evaluator(tasks: list[Task] = TASKS, **section: Any) -> Evaluator:
+def evaluator(own: AgentLoop | None = None, tasks: list[Task] = TASKS, **section: Any) -> Evaluator:
     rollout = RolloutSection(max_tokens=7, stop=("END",))
-    return Evaluator({"words": (EvalSet(tasks="words", **section), tasks)}, rollout, seed=5)
+    return Evaluator({"words": (EvalSet(tasks="words", **section), tasks)}, own or loop(), rollout, seed=5)
 
 
 # ---- estimates -------------------------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ def test_a_single_source_is_not_repeated() -> None:
 
 async def test_every_task_is_evaluated_the_given_number_of_times() -> None:
     engine = FakeEngine(a_letter)
-    metrics = await evaluator(attempts=3).evaluate(manager(engine))
+    metrics = await evaluator(loop(engine), attempts=3).evaluate()
     asked = [char_chat().decode(request.prompt_ids) for request in engine.requests]
     assert {text: asked.count(text) for text in asked} == {
         f"user\nSay {task.answer}.\nassistant\n": 3 for task in TASKS
@@ -146,8 +146,7 @@ async def test_every_task_is_evaluated_the_given_number_of_times() -> None:
 
 async def test_every_evaluation_draws_the_same_random_numbers() -> None:
     first, second = FakeEngine(a_letter), FakeEngine(a_letter)
-    always = evaluator(attempts=2)
-    evaluated = [await always.evaluate(manager(engine)) for engine in (first, second, first)]
+    evaluated = [await evaluator(loop(engine), attempts=2).evaluate() for engine in (first, second, first)]
     assert evaluated[0] == evaluated[1] == evaluated[2]
     asked = [(request.prompt_ids, request.seed) for request in first.requests]
     assert asked[:8] == asked[8:] == [(request.prompt_ids, request.seed) for request in second.requests]
@@ -157,9 +156,9 @@ async def test_every_evaluation_draws_the_same_random_numbers() -> None:
 async def test_training_and_other_sets_draw_other_random_numbers() -> None:
     trained, evaluated = FakeEngine(a_letter), FakeEngine(a_letter)
     for index, task in enumerate(TASKS):
-        await manager(trained).roll_out_group(task, index, 2, 5, SamplingParams(max_tokens=7))
+        await loop(trained).roll_out_group(task, index, 2, 5, SamplingParams(max_tokens=7))
     sets = {name: (EvalSet(tasks="words", attempts=2), TASKS) for name in ("one", "two")}
-    await Evaluator(sets, RolloutSection(), seed=5).evaluate(manager(evaluated))
+    await Evaluator(sets, loop(evaluated), RolloutSection(), seed=5).evaluate()
     assert len({request.seed for request in (*trained.requests, *evaluated.requests)}) == 3 * 2 * len(TASKS)
 
 
@@ -167,7 +166,7 @@ async def test_evaluating_leaves_the_worlds_random_numbers_alone() -> None:
     random.seed(1)
     np.random.seed(1)
     before = random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index]
-    await evaluator(attempts=2).evaluate(manager())
+    await evaluator(loop(), attempts=2).evaluate()
     assert (random.getstate(), np.random.get_state()[1].tolist()) == before  # type: ignore[index]
 
 
@@ -177,7 +176,7 @@ async def test_a_task_that_breaks_is_wrong_and_counted_and_not_replaced() -> Non
             raise RuntimeError("no such tool")
         await model.chat(task.messages)
 
-    metrics = await evaluator().evaluate(manager(FakeEngine(lambda seed: "b"), run))
+    metrics = await evaluator(loop(FakeEngine(lambda seed: "b"), run)).evaluate()
     assert (metrics["eval/words/tasks"], metrics["eval/words/failed"]) == (4, 1)
     assert metrics["eval/words/pass@1"] == 0.25
 
@@ -186,14 +185,14 @@ async def test_a_reward_on_the_last_step_counts() -> None:
     async def run(task: Task, model: Model) -> Trajectory:
         return Trajectory((Step.from_model_output(await model.chat(task.messages), reward=1.0),))
 
-    metrics = await evaluator().evaluate(manager(run=run))
+    metrics = await evaluator(loop(run=run)).evaluate()
     assert metrics["eval/words/pass@1"] == metrics["eval/words/reward"] == 1.0
 
 
 async def test_each_set_is_sampled_as_it_says() -> None:
     engine = FakeEngine(a_letter)
-    await evaluator(temperature=0.5, max_tokens=3).evaluate(manager(engine))
-    await evaluator().evaluate(manager(engine))
+    await evaluator(loop(engine), temperature=0.5, max_tokens=3).evaluate()
+    await evaluator(loop(engine)).evaluate()
     asked = [(r.params.temperature, r.params.max_tokens, r.params.stop) for r in engine.requests]
     assert asked == [(0.5, 3, ("END",))] * 4 + [(0.0, 7, ("END",))] * 4
 
@@ -201,7 +200,7 @@ async def test_each_set_is_sampled_as_it_says() -> None:
 async def test_several_sets_are_reported_by_name_and_progress_is_told() -> None:
     told: list[tuple[str, int, int]] = []
     sets = {name: (EvalSet(tasks="words", attempts=2), TASKS[:2]) for name in ("one", "two")}
-    metrics = await Evaluator(sets, RolloutSection(), 0).evaluate(manager(), lambda *args: told.append(args))
+    metrics = await Evaluator(sets, loop(), RolloutSection(), 0).evaluate(lambda *args: told.append(args))
     assert {key.split("/")[1] for key in metrics} == {"one", "two"}
     assert told == [(name, done, 4) for name in ("one", "two") for done in (1, 2, 3, 4)]
 
@@ -217,7 +216,7 @@ async def test_one_episode_in_ten_that_fails_is_reported_exactly_and_wrong() -> 
         if int(task.id) % 10 == 7:
             raise RuntimeError("injected")
 
-    metrics = await evaluator(tasks, attempts=2).evaluate(manager(FakeEngine(lambda seed: "b"), run))
+    metrics = await evaluator(loop(FakeEngine(lambda seed: "b"), run), tasks=tasks, attempts=2).evaluate()
     assert (metrics["eval/words/tasks"], metrics["eval/words/failed"]) == (50, 10)
     assert metrics["eval/words/pass@1"] == metrics["eval/words/pass@2"] == pytest.approx(0.9)
     assert metrics["eval/words/reward"] == pytest.approx(0.9)
@@ -230,19 +229,19 @@ async def test_a_judger_that_fails_is_a_failed_episode() -> None:
         return True
 
     broken = AgentLoop(single_turn, FakeEngine(a_letter), char_chat(), FunctionJudger(judge))
-    metrics = await evaluator().evaluate(broken)
+    metrics = await evaluator(broken).evaluate()
     assert (metrics["eval/words/failed"], metrics["eval/words/pass@1"]) == (1, 0.75)
 
 
 async def test_a_limit_takes_the_first_tasks_and_leaves_their_random_numbers_as_they_are() -> None:
     whole, part = FakeEngine(a_letter), FakeEngine(a_letter)
-    await evaluator(top_p=0.7, temperature=0.5).evaluate(manager(whole))
-    metrics = await evaluator(top_p=0.7, temperature=0.5, limit=2).evaluate(manager(part))
+    await evaluator(loop(whole), top_p=0.7, temperature=0.5).evaluate()
+    metrics = await evaluator(loop(part), top_p=0.7, temperature=0.5, limit=2).evaluate()
     assert metrics["eval/words/tasks"] == 2 and part.requests == whole.requests[:2]
     assert {request.params.top_p for request in whole.requests} == {0.7}
 
 
-async def test_a_set_may_have_a_manager_of_its_own_with_the_store_it_is_given() -> None:
+async def test_a_set_may_have_a_loop_of_its_own_with_the_store_it_is_given() -> None:
     async def reads(task: Task, model: Model) -> float:
         await model.chat(task.messages)
         return float(await model.store.get("learned", 0.0))
@@ -250,9 +249,9 @@ async def test_a_set_may_have_a_manager_of_its_own_with_the_store_it_is_given() 
     sets = {name: (EvalSet(tasks="words"), TASKS[:2]) for name in ("one", "two")}
     values = ValuesInMemory()
     values.put("learned", 1.0)
-    usual = manager(FakeEngine(lambda seed: "x"))
+    usual = loop(FakeEngine(lambda seed: "x"))
     own = AgentLoop(reads, FakeEngine(a_letter), char_chat(), None, training=False, values=values)
-    metrics = await Evaluator(sets, RolloutSection(), 0, managers={"two": own}).evaluate(usual)
+    metrics = await Evaluator(sets, usual, RolloutSection(), 0, own_loops={"two": own}).evaluate()
     assert (metrics["eval/one/pass@1"], metrics["eval/two/pass@1"]) == (0.0, 1.0)
 
 
@@ -264,8 +263,8 @@ async def test_metrics_of_ones_own_are_reported_kept_and_told_all_episodes() -> 
     kept: list[dict[str, float]] = []
     sets = {"words": (EvalSet(tasks="words", attempts=3, temperature=1.0), TASKS)}
     own = {"a.py:longest": longest, "a.py:count": lambda episodes: {"shape/tasks": len(episodes)}}
-    metrics = await Evaluator(sets, RolloutSection(), 0, own).evaluate(
-        manager(), keep=lambda name, found, episodes: kept.append(found)
+    metrics = await Evaluator(sets, loop(), RolloutSection(), 0, own).evaluate(
+        keep=lambda name, found, episodes: kept.append(found)
     )
     assert (metrics["eval/words/longest"], metrics["eval/words/shape/tasks"]) == (1.0, 4.0)
     assert kept[0]["longest"] == 1.0
@@ -285,11 +284,11 @@ async def test_metrics_of_ones_own_are_reported_kept_and_told_all_episodes() -> 
 async def test_a_bad_metric_of_ones_own_is_named(function: Any, problem: str) -> None:
     sets = {"words": (EvalSet(tasks="words"), TASKS)}
     with pytest.raises(WorkflowError, match=r'metric "a\.py:mine"') as caught:
-        await Evaluator(sets, RolloutSection(), 0, {"a.py:mine": function}).evaluate(manager())
+        await Evaluator(sets, loop(), RolloutSection(), 0, {"a.py:mine": function}).evaluate()
     assert problem in str(caught.value)
 
 
 async def test_every_episode_is_told_as_it_is_done() -> None:
     told: list[tuple[str, str]] = []
-    await evaluator(attempts=2).evaluate(manager(), on_episode=lambda name, e: told.append((name, e.task_id)))
+    await evaluator(attempts=2).evaluate(on_episode=lambda name, e: told.append((name, e.task_id)))
     assert sorted(told) == sorted(("words", task.id) for task in TASKS for _ in range(2))

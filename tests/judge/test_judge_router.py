@@ -14,10 +14,9 @@ from headrace.data.episode import Episode, TerminationReason, Trajectory
 from headrace.data.task import Task
 from headrace.engines.base import SamplingParams
 from headrace.errors import ConfigError, EngineError, InfrastructureError, PromptTooLongError
-from headrace.evaluation.setup import configured_judger
 from headrace.judge import router
 from headrace.judge.base import JudgeError, Judger, Verdict, as_judger
-from headrace.judge.router import GuardedJudger, Router
+from headrace.judge.router import GuardedJudger, Router, configured_judger
 from headrace.rollout.agent_loop import AgentLoop, Limits, RolloutSpec
 from headrace.rollout.workflow import single_turn
 
@@ -102,15 +101,20 @@ def test_routes_are_checked_at_the_start(routes: dict[str, Any], problem: str) -
         Router(routes)
 
 
+def judger_of(sections: dict[str, Any]) -> Judger | None:
+    config = build_config(sections)
+    return configured_judger(config.workflow, config.judge)
+
+
 def test_a_run_has_either_routes_or_one_judger() -> None:
     routes = {"routes": {"*": {"name": "exact"}}}
-    found = configured_judger(build_config({"judge": routes}), None)
+    found = judger_of({"judge": routes})
     assert isinstance(found, GuardedJudger) and isinstance(found.judger, Router)
-    one = configured_judger(build_config({"workflow": {"judger": "countdown"}}), None)
+    one = judger_of({"workflow": {"judger": "countdown"}})
     assert isinstance(one, GuardedJudger) and one.label == "CountdownJudger"
-    assert configured_judger(build_config({}), None) is None
+    assert judger_of({}) is None
     with pytest.raises(ConfigError, match="keep one of them"):
-        configured_judger(build_config({"judge": routes, "workflow": {"judger": "countdown"}}), None)
+        judger_of({"judge": routes, "workflow": {"judger": "countdown"}})
 
 
 # ---- failures --------------------------------------------------------------------------------------------------------

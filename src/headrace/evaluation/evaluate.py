@@ -19,8 +19,6 @@ from headrace.evaluation.results_file import EvaluationResult, SetResult, set_re
 from headrace.evaluation.setup import assemble_evaluation, assemble_remote_evaluation
 from headrace.ledger.export import plain
 from headrace.registry import load_object, resolve
-from headrace.rollout.agent_loop import AgentLoop, close_all, start_workflows
-from headrace.rollout.gateway import close_gateway
 from headrace.run.checkpoint import is_checkpoint, list_checkpoints, load_checkpoint
 from headrace.tracking.terminal import working
 from headrace.utils.event_loop import run_loop
@@ -72,7 +70,7 @@ def evaluate_run(
     outputs.check()
     of = f"{remote.model} at {remote.url}" if remote else str(checkpoint or config.model.name)
     config = resolve_objective(config)
-    evaluation = _Evaluation(outputs, config.trainer.hook_timeout_s)
+    evaluation = _Evaluation(outputs)
     try:
         if remote is not None:
             run_loop(lambda: interruptible(_evaluate_remote(config, remote, evaluation)))
@@ -122,7 +120,7 @@ async def _export(config: RunConfig, checkpoint: Path, out: Path) -> None:
         backend: Backend = await run_in_thread(resolve("backend", config.backend.name), config)
         try:
             doing(f"loading {checkpoint}")
-            await load_checkpoint(checkpoint, backend, _tell)
+            await load_checkpoint(checkpoint, backend, _report)
             doing(f"writing {out}")
             await backend.export(out)
         finally:
@@ -134,11 +132,10 @@ class _Evaluation:
     """An evaluation under way: what is done of it."""
 
     outputs: Outputs
-    hook_timeout_s: float
     sets: list[SetResult] = field(default_factory=list)
     _at: tuple[str, int, int] | None = None
 
-    async def run(self, manager: AgentLoop, evaluator: Evaluator) -> None:
+    async def run(self, evaluator: Evaluator) -> None:
         """Evaluate every set. Episodes are written as they are done, so that an interruption loses none."""
         with boundary(ConfigError, f"cannot write {self.outputs.episodes}", OSError):
             said = (
@@ -147,7 +144,7 @@ class _Evaluation:
                 else None
             )
 
-        def told(name: str, episode: Episode) -> None:
+        def write(name: str, episode: Episode) -> None:
             if said is not None:
                 said.write(_line(name, episode))
                 said.flush()
@@ -155,26 +152,23 @@ class _Evaluation:
         def keep(name: str, metrics: dict[str, float], episodes: list[Episode]) -> None:
             self.sets.append(set_result(name, metrics, evaluator.sets[name][1], episodes))
 
-        managers = [manager, *evaluator.managers]
         try:
-            await start_workflows(managers, self.hook_timeout_s)
-            with Progressing() as bars:
-                await evaluator.evaluate(manager, self._progress(bars.show), keep, told)
+            async with evaluator:
+                with Progressing() as bars:
+                    await evaluator.evaluate(self._progress(bars.show), keep, write)
         except BaseExceptionGroup as group:  # of the episodes side by side, the first that ended them all
             error = first_of(group)
             raise error from error.__cause__
         finally:
             if said is not None:
                 said.close()
-            await close_all(managers)
-            await close_gateway()
 
     def _progress(self, show: Callable[[str, int, int], None]) -> Callable[[str, int, int], None]:
-        def told(name: str, done: int, total: int) -> None:
+        def progress(name: str, done: int, total: int) -> None:
             self._at = (name, done, total)
             show(name, done, total)
 
-        return told
+        return progress
 
     def how_far(self) -> str:
         """For who interrupted it."""
@@ -196,9 +190,9 @@ async def _evaluate(config: RunConfig, checkpoint: Path | None, evaluation: _Eva
     try:
         with working(f"loading {checkpoint or 'the engine'}"):
             if checkpoint is not None:
-                await load_checkpoint(checkpoint, parts.backend, _tell)
+                await load_checkpoint(checkpoint, parts.backend, _report)
             await parts.backend.publish(0)  # an engine of its own would have the weights of the model as it was loaded
-        await evaluation.run(parts.manager, parts.evaluator)
+        await evaluation.run(parts.evaluator)
     finally:
         await parts.engine.close()
         await parts.backend.close()
@@ -211,7 +205,7 @@ async def _evaluate_remote(config: RunConfig, remote: Remote, evaluation: _Evalu
         remote.url, remote.model, remote.api_key_env, timeout_s=rollout.timeout_s, max_concurrent=rollout.max_concurrent
     )
     try:
-        await evaluation.run(*assemble_remote_evaluation(config, client))
+        await evaluation.run(assemble_remote_evaluation(config, client))
     finally:
         await client.close()
 
@@ -222,5 +216,5 @@ def _require_checkpoint(path: Path) -> None:
         raise ConfigError(f"{path} is neither a checkpoint nor a run folder with one")
 
 
-def _tell(text: str) -> None:
+def _report(text: str) -> None:
     print(text, file=sys.stderr)

@@ -2,58 +2,108 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
-from headrace.config import EvalSet, RolloutSection
+from headrace.config import EvalSet, EvaluatorConfig, RolloutSection
 from headrace.data.episode import Episode, is_number
 from headrace.data.seeds import derive_seed
-from headrace.data.task import Task
-from headrace.engines.base import SamplingParams
+from headrace.engines.base import RolloutEngine, SamplingParams
 from headrace.errors import WorkflowError
-from headrace.rollout.agent_loop import AgentLoop
+from headrace.evaluation.plan import EvaluationPlan, EvaluationSets, MetricFunction, Tasks, Way, evaluation_sets
+from headrace.judge.router import configured_judger
+from headrace.rollout.agent_loop import AgentLoop, close_all, local_loop, start_workflows
+from headrace.rollout.chat import ChatTemplate
+from headrace.rollout.gateway import close_gateway
+from headrace.rollout.gateway import configure as configure_gateway
+from headrace.rollout.store import Values
+from headrace.rollout.workflow import run_function
 from headrace.utils.deadline import call_user
 from headrace.utils.usercode import reason_of
 
 _Z95 = 1.959963984540054
 _RESAMPLES = 1000
 
-MetricFunction = Callable[[list[list[Episode]]], Mapping[str, Any]]
-"""Figures of a set's episodes, of which there is a list per task."""
 _NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 class Evaluator:
     """Evaluates sets of tasks. Touches neither training's buffer nor its sampler nor its random state.
 
-    `metrics` are functions of the user's own, by the name that they have in the run file. `managers` are those of sets
-    that have a workflow or a judger of their own.
+    `loop` rolls the tasks out; `own_loops` are those of sets that have a workflow or a judger of their own. `metrics`
+    are functions of the user's own, by name. Around `evaluate`, `async with` starts and closes workflows and judgers.
     """
 
     def __init__(
         self,
-        sets: dict[str, tuple[EvalSet, list[Task]]],
+        sets: EvaluationSets,
+        loop: AgentLoop,
         rollout: RolloutSection,
         seed: int,
         metrics: Mapping[str, MetricFunction] = _NONE,
-        managers: Mapping[str, AgentLoop] = _NONE,
+        own_loops: Mapping[str, AgentLoop] = _NONE,
         hook_timeout_s: float | None = None,
     ) -> None:
         self.sets = {name: (section, tasks[: section.limit]) for name, (section, tasks) in sets.items()}
+        self.loops = [loop, *own_loops.values()]
+        """Those of all sets."""
+        self._loop = loop
+        self._own_loops = own_loops
         self._rollout = rollout
         self._seed = seed
         self._own_metrics = metrics
-        self._managers = managers
         self._hook_timeout_s = hook_timeout_s
+
+    @classmethod
+    def from_config(
+        cls, config: EvaluatorConfig, engine: RolloutEngine, tokenizer: Any, *, workflow: Any = None,
+        judger: Any = None, tasks: Mapping[str, Tasks] | None = None, metrics: Mapping[str, MetricFunction] = _NONE,
+    ) -> Evaluator:  # fmt: skip
+        """The evaluator that a config describes. Objects may be given instead of names: a workflow, a judger, the
+        tasks of sets, and metric functions beside those that `eval.metrics` names."""
+        configure_gateway(config.gateway)
+        run = run_function(config.workflow, workflow)
+        judge = configured_judger(config.workflow, config.judge, judger)
+        plan = EvaluationPlan.from_config(config, run, judge, evaluation_sets(config, tasks), metrics)
+        return cls.from_plan(config, plan, engine, ChatTemplate(tokenizer))
+
+    @classmethod
+    def from_plan(
+        cls, config: EvaluatorConfig, plan: EvaluationPlan, engine: RolloutEngine, chat: ChatTemplate,
+        values: Values | None = None,
+    ) -> Evaluator:  # fmt: skip
+        """Now that there is an engine."""
+        return cls.over(
+            config,
+            plan,
+            lambda way: local_loop(config.rollout, way.run, way.judge, engine, chat, training=False, values=values),
+        )
+
+    @classmethod
+    def over(cls, config: EvaluatorConfig, plan: EvaluationPlan, new_loop: Callable[[Way], AgentLoop]) -> Evaluator:
+        """Over loops of any kind, one for each way of the plan."""
+        own_loops = {name: new_loop(way) for name, way in plan.own_ways.items()}
+        loop, seed, timeout_s = new_loop(plan.way), config.run.seed, config.trainer.hook_timeout_s
+        return cls(plan.sets, loop, config.rollout, seed, plan.metrics, own_loops, timeout_s)
+
+    async def __aenter__(self) -> Self:
+        try:
+            await start_workflows(self.loops, self._hook_timeout_s)
+        except BaseException:
+            await self.__aexit__()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await close_all(self.loops)
+        await close_gateway()
 
     async def evaluate(
         self,
-        manager: AgentLoop,
         progress: Callable[[str, int, int], None] | None = None,
         keep: Callable[[str, dict[str, float], list[Episode]], None] | None = None,
         on_episode: Callable[[str, Episode], None] | None = None,
@@ -64,11 +114,10 @@ class Evaluator:
         """
         metrics: dict[str, float] = {}
         for name, (section, tasks) in self.sets.items():
-            own = self._managers.get(name, manager)
             done = 0
             total = len(tasks) * section.attempts
 
-            def told(episode: Episode, name: str = name, total: int = total) -> None:
+            def episode_done(episode: Episode, name: str = name, total: int = total) -> None:
                 nonlocal done
                 done += 1
                 if on_episode is not None:
@@ -76,7 +125,9 @@ class Evaluator:
                 if progress is not None:
                     progress(name, done, total)
 
-            episodes = await self._roll_out(own, name, section, tasks, told)
+            loop = self._own_loops.get(name, self._loop)
+            seed = derive_seed("eval", name, self._seed)  # what is trained, and other sets, draw other numbers
+            episodes = await loop.roll_out_tasks(tasks, section.attempts, seed, self._sampling(section), episode_done)
             found = evaluation_metrics(episodes, section.attempts, self._seed)
             found |= await self._own(episodes, found)
             if keep is not None:
@@ -84,39 +135,17 @@ class Evaluator:
             metrics |= under(name, found)
         return metrics
 
-    @property
-    def managers(self) -> list[AgentLoop]:
-        """Those of sets that have a workflow or a judger of their own."""
-        return list(self._managers.values())
-
-    async def _roll_out(
-        self,
-        manager: AgentLoop,
-        name: str,
-        section: EvalSet,
-        tasks: Sequence[Task],
-        told: Callable[[Episode], None],
-    ) -> list[list[Episode]]:
-        sampling = SamplingParams(
+    def _sampling(self, section: EvalSet) -> SamplingParams:
+        return SamplingParams(
             temperature=section.temperature,
             top_p=section.top_p,
             top_k=0,
             max_tokens=section.max_tokens or self._rollout.max_tokens,
             stop=self._rollout.stop,
         )
-        seed = derive_seed("eval", name, self._seed)  # what is trained, and other sets, draw other numbers
-        async with asyncio.TaskGroup() as group:
-            running = [
-                group.create_task(
-                    # group_id is the task's place in the list: every evaluation draws the same random numbers
-                    manager.roll_out_group(task, index, section.attempts, seed, sampling, told)
-                )
-                for index, task in enumerate(tasks)
-            ]
-        return [task.result() for task in running]
 
     async def _own(self, episodes: list[list[Episode]], taken: Mapping[str, float]) -> dict[str, float]:
-        """What the user's functions say, each told its own copy of the lists."""
+        """What the user's functions return. Each gets its own copy of the lists."""
         found: dict[str, float] = {}
         for path, function in self._own_metrics.items():
             where = f'the evaluation metric "{path}"'

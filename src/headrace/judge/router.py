@@ -6,12 +6,13 @@ import asyncio
 import logging
 from typing import Any, Protocol
 
+from headrace.config import JudgeSection, WorkflowSection
 from headrace.data.episode import Episode
 from headrace.data.task import Task
 from headrace.errors import ConfigError, DeadlineError, is_infrastructure
-from headrace.judge.base import JudgeError, Judger, Verdict, ends_the_run
+from headrace.judge.base import JudgeError, Judger, Verdict, as_judger, ends_the_run
 from headrace.judge.compose import Holder, make_judger
-from headrace.registry import nearest
+from headrace.registry import nearest, resolve
 from headrace.utils.deadline import Call
 
 log = logging.getLogger("headrace")
@@ -130,3 +131,19 @@ class GuardedJudger(Holder):
 
     def held(self) -> list[Judger]:
         return [self.judger]
+
+
+def configured_judger(workflow: WorkflowSection, judge: JudgeSection, given: Any = None) -> Judger | None:
+    """The judger that is `given` or named, under the rules of `[judge]`; None if there is none."""
+    name, routes = workflow.judger, judge.routes
+    if name and routes:
+        raise ConfigError(f'both workflow.judger ("{name}") and judge.routes are set; keep one of them')
+    if given is not None:
+        found = as_judger(given, {})
+    elif routes:
+        found = Router(routes)
+    elif name:
+        found = as_judger(resolve("judger", name), workflow.judger_args)
+    else:
+        return None
+    return GuardedJudger(found, judge)

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from headrace.data.episode import Episode, FinishReason, TerminationReason, Trajectory, is_number
+from headrace.config import AgentConfig, RolloutSection
+from headrace.data.episode import Episode, TerminationReason, Trajectory
 from headrace.data.seeds import derive_seed
-from headrace.data.task import Task
-from headrace.engines.base import Generates, SamplingParams
+from headrace.data.task import Message, Task
+from headrace.engines.base import EvaluationView, Generates, RolloutEngine, SamplingParams
 from headrace.errors import (
     DeadlineError,
     EngineError,
@@ -26,13 +27,15 @@ from headrace.errors import (
     is_infrastructure,
 )
 from headrace.judge.base import JudgeError, Judger, Verdict, ends_the_run
-from headrace.judge.router import GuardedJudger
+from headrace.judge.router import GuardedJudger, configured_judger
 from headrace.ledger.episode_record import EpisodeRecord, Journal, NoJournal
 from headrace.rollout.budget import Budget
 from headrace.rollout.chat import ChatTemplate
+from headrace.rollout.gateway import configure as configure_gateway
 from headrace.rollout.model_client import Model
+from headrace.rollout.outcome import RolloutSpec, failed_episode, to_episode
 from headrace.rollout.store import Values, ValuesInMemory
-from headrace.rollout.workflow import Outcome, RunFunction, limit_met, until_no_room
+from headrace.rollout.workflow import RunFunction, limit_met, run_function, until_no_room
 from headrace.utils.deadline import Call, call_user
 from headrace.utils.usercode import reason_of, where_it_failed
 
@@ -43,16 +46,6 @@ _CLOSE_S = 60.0  # for a workflow or judger to give back what it holds
 
 
 @dataclass(frozen=True, slots=True)
-class RolloutSpec:
-    """Which rollout this is: everything that its random numbers depend on."""
-
-    task: Task
-    group_id: int
-    rollout_idx: int
-    seed: int
-
-
-@dataclass(frozen=True, slots=True)
 class Limits:
     """What bounds episodes: how many at once, for how long, with what budget, and how often one is tried again."""
 
@@ -60,6 +53,12 @@ class Limits:
     timeout_s: float = 600.0
     budget: Budget = field(default_factory=Budget)
     retries: int = 2
+
+    @classmethod
+    def from_section(cls, section: RolloutSection) -> Limits:
+        """As `[rollout]` sets them."""
+        budget = Budget(section.max_turns, section.max_episode_tokens, section.max_tool_calls)
+        return cls(section.max_concurrent, section.timeout_s, budget, section.retries)
 
 
 class AgentLoop:
@@ -88,7 +87,31 @@ class AgentLoop:
         self._training = training
         self._journal = journal or NoJournal()
         self._values = values or ValuesInMemory()  # what episodes remember for each other
-        self._places = asyncio.Semaphore(limits.max_concurrent)
+        self._slots = asyncio.Semaphore(limits.max_concurrent)
+
+    @classmethod
+    def from_config(
+        cls, config: AgentConfig, engine: RolloutEngine, tokenizer: Any, *, workflow: Any = None, judger: Any = None,
+        training: bool = True,
+    ) -> AgentLoop:  # fmt: skip
+        """The loop that a config describes. Workflow and judger may be given as objects instead of names."""
+        configure_gateway(config.gateway)
+        run = run_function(config.workflow, workflow)
+        judge = configured_judger(config.workflow, config.judge, judger)
+        return local_loop(config.rollout, run, judge, engine, ChatTemplate(tokenizer), training=training)
+
+    async def roll_out_tasks(
+        self, tasks: Sequence[Task], count: int, seed: int, sampling: SamplingParams,
+        on_episode: Callable[[Episode], None] | None = None,
+    ) -> list[list[Episode]]:  # fmt: skip
+        """`count` rollouts of every task, in order, failed ones included: what an evaluation is made of."""
+        async with asyncio.TaskGroup() as group:
+            running = [
+                # group_id is the task's index: every evaluation draws the same random numbers
+                group.create_task(self.roll_out_group(task, index, count, seed, sampling, on_episode))
+                for index, task in enumerate(tasks)
+            ]
+        return [task.result() for task in running]
 
     async def roll_out_group(
         self, task: Task, group_id: int, count: int, seed: int, sampling: SamplingParams,
@@ -115,7 +138,7 @@ class AgentLoop:
 
         A prompt that outgrows the model ends the episode; it has failed only if nothing was said before.
         """
-        async with self._places:
+        async with self._slots:
             record = self._journal.open(spec.group_id, spec.rollout_idx, spec.seed)
             retries = 0
             while True:
@@ -168,7 +191,7 @@ class AgentLoop:
             _raise_if_not_the_users(model.failure or error)
             if call.late:
                 late = f"took longer than {self._limits.timeout_s:g} s"
-                return _failed(spec, model, TerminationReason.TIMEOUT, late), False
+                return failed_episode(spec, model, TerminationReason.TIMEOUT, late), False
             # user code: the episode fails, its siblings and the run go on
             reason = limit_met(error) or TerminationReason.ERROR
             again = not (isinstance(error, JudgeError) and error.tried_again)
@@ -177,7 +200,7 @@ class AgentLoop:
             error = first_of(error)  # of a TaskGroup in the workflow
             if not record.diverged:
                 log.warning("episode of task %s failed: %s", spec.task.id, where_it_failed(error))
-            return _failed(spec, model, reason, reason_of(error)), again and is_infrastructure(error)
+            return failed_episode(spec, model, reason, reason_of(error)), again and is_infrastructure(error)
         finally:
             model.end()
 
@@ -187,7 +210,7 @@ class AgentLoop:
         outcome = await until_no_room(self._run, own, model)
         if model.failure is not None:  # which the workflow has caught
             raise model.failure
-        return await self._judge(spec.task, _to_episode(outcome, model, spec), model)
+        return await self._judge(spec.task, to_episode(outcome, model, spec), model)
 
     async def _judge(self, task: Task, episode: Episode, model: Model) -> Episode:
         if episode.failed:
@@ -236,7 +259,37 @@ class AgentLoop:
         return any(self._needs_reward(t.name) and not _brings_advantages(t) for t in without)
 
 
-async def start_workflows(loops: Sequence[AgentLoop], limit_s: float) -> None:
+def local_loop(
+    rollout: RolloutSection,
+    run: RunFunction,
+    judge: Judger | None,
+    engine: RolloutEngine,
+    chat: ChatTemplate,
+    *,
+    training: bool,
+    needs_reward: Callable[[str], bool] = lambda role: True,
+    journal: Journal | None = None,
+    values: Values | None = None,
+) -> AgentLoop:
+    """A loop over an engine. For evaluation its requests are pinned. A judger that asks the policy gets it."""
+
+    async def ask(messages: Sequence[Message], params: SamplingParams, seed: int) -> str:
+        return (await Model(engine, chat, params, seed, training=False).chat(messages)).text
+
+    lend_policy(judge, ask)
+    own = engine if training else EvaluationView(engine)
+    limits = Limits.from_section(rollout)
+    return AgentLoop(run, own, chat, judge, limits, needs_reward, training, journal, values)
+
+
+def lend_policy(judge: Judger | None, ask: Any) -> None:
+    """Give a judger that asks the run's own model a function to do so."""
+    use_policy = getattr(judge, "use_policy", None)
+    if callable(use_policy):
+        use_policy(ask)
+
+
+async def start_workflows(loops: Sequence[AgentLoop], limit_s: float | None) -> None:
     """Call `start` of each workflow that has one, once, before its first episode."""
     for workflow in _distinct(loop.workflow for loop in loops):
         if callable(getattr(workflow, "start", None)):
@@ -280,59 +333,6 @@ def _require_finite_rewards(episode: Episode) -> None:
                 raise WorkflowError(
                     f'the workflow gave role "{trajectory.name}" the reward {reward}; a reward must be a finite number'
                 )
-
-
-def _to_episode(outcome: Outcome, model: Model, spec: RolloutSpec) -> Episode:
-    identity: dict[str, Any] = {
-        "task_id": spec.task.id,
-        "group_id": spec.group_id,
-        "rollout_idx": spec.rollout_idx,
-        "seed": spec.seed,
-        "source": spec.task.source,
-    }
-    diverged = {"diverged_prefixes": float(model.diverged_prefixes)} if model.diverged_prefixes else {}
-    known = sum(len(step.response_ids) for t in model.trajectories() for step in t.steps)
-    if model.spending.tokens > known:  # of a model behind a URL, which counts its tokens and does not tell them
-        diverged["response_tokens"] = float(model.spending.tokens)
-    if isinstance(outcome, Episode):
-        episode = replace(outcome, metrics={**diverged, **outcome.metrics}, **identity)
-    else:
-        trajectories = _to_trajectories(outcome, model)
-        cut = any(t.steps and t.steps[-1].finish_reason != FinishReason.STOP for t in trajectories)
-        reason = model.spending.met or (TerminationReason.LENGTH if cut else TerminationReason.DONE)
-        episode = Episode(trajectories=tuple(trajectories), termination=reason, metrics=diverged, **identity)
-    if not episode.failed and not any(t.steps for t in episode.trajectories):
-        raise WorkflowError("the workflow made no model call and returned no steps, so there is nothing to train")
-    return episode
-
-
-def _to_trajectories(outcome: Outcome, model: Model) -> list[Trajectory]:
-    if outcome is None:
-        return model.trajectories()
-    if is_number(outcome):
-        return model.trajectories(float(outcome))  # type: ignore[arg-type]
-    found: Sequence[Any] = outcome if isinstance(outcome, list) else [outcome]
-    wrong = [type(item).__name__ for item in found if not isinstance(item, Trajectory)]
-    if wrong:
-        raise WorkflowError(
-            "a workflow returns an Episode, a Trajectory, a list of Trajectories, a number or None, got "
-            f"{'a list with ' if isinstance(outcome, list) else ''}{wrong[0]}"
-        )
-    return list(found)
-
-
-def _failed(spec: RolloutSpec, model: Model, reason: TerminationReason, error: str) -> Episode:
-    return Episode(
-        task_id=spec.task.id,
-        trajectories=tuple(model.trajectories()),
-        group_id=spec.group_id,
-        rollout_idx=spec.rollout_idx,
-        seed=spec.seed,
-        source=spec.task.source,
-        termination=reason,
-        is_correct=False,
-        error=error,
-    )
 
 
 def _raise_if_not_the_users(error: BaseException) -> None:

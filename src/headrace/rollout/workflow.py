@@ -12,10 +12,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, SupportsFloat
 
+from headrace.config import WorkflowSection
 from headrace.data.episode import Episode, Step, TerminationReason, Trajectory, is_number
 from headrace.data.task import Message, Task
 from headrace.errors import BudgetExceededError, ConfigError, DataError, PromptTooLongError
-from headrace.registry import call_with
+from headrace.registry import call_with, resolve
 from headrace.rollout.model_client import Model
 
 Outcome = Episode | Trajectory | list[Trajectory] | SupportsFloat | None
@@ -134,3 +135,8 @@ def as_run_function(workflow: Any, args: dict[str, Any]) -> RunFunction:
         name = getattr(run, "__name__", repr(run))
         raise ConfigError(f'workflow "{name}" must be "async def run(task, model)"; it is not a coroutine function')
     return run
+
+
+def run_function(section: WorkflowSection, given: Any = None) -> RunFunction:
+    """The `run` of the workflow that is `given` or named."""
+    return as_run_function(given if given is not None else resolve("workflow", section.name), section.args)

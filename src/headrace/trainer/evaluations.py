@@ -8,7 +8,6 @@ from typing import Any
 
 from headrace.engines.base import RolloutEngine
 from headrace.evaluation.evaluator import Evaluator, under
-from headrace.rollout.agent_loop import AgentLoop
 from headrace.run.checkpoint import with_evaluation, without_step
 from headrace.run.journal import RunJournal
 from headrace.trainer.callbacks import CallbackSet
@@ -23,7 +22,6 @@ class Evaluations:
     def __init__(
         self,
         evaluator: Evaluator,
-        manager: AgentLoop,
         engine: RolloutEngine,
         journal: RunJournal,
         callbacks: CallbackSet,
@@ -32,7 +30,6 @@ class Evaluations:
     ) -> None:
         self._sets = tuple(evaluator.sets)
         self._evaluator = evaluator
-        self._manager = manager
         self._engine = engine
         self._journal = journal
         self._callbacks = callbacks
@@ -99,6 +96,4 @@ class Evaluations:
 
         if shown:  # beside training, what training does is shown
             self._progress(lambda: f"evaluating {when}{at}")
-        return await self._evaluator.evaluate(
-            self._manager, progress, keep=lambda *found: self._journal.evaluated(step, *found)
-        )
+        return await self._evaluator.evaluate(progress, keep=lambda *found: self._journal.evaluated(step, *found))

@@ -22,22 +22,15 @@ from headrace.data.training import check_overlap, load_training, make_sampler, w
 from headrace.engines.base import RolloutEngine
 from headrace.errors import ConfigError
 from headrace.evaluation.evaluator import Evaluator
-from headrace.evaluation.setup import (
-    Tasks,
-    check_tasks,
-    checked_backend,
-    configured_judger,
-    evaluation_parts,
-    evaluation_sets,
-    limits,
-    run_function,
-)
+from headrace.evaluation.plan import Tasks, check_tasks, evaluation_sets
+from headrace.evaluation.setup import checked_backend, evaluation_parts
+from headrace.judge.router import configured_judger
 from headrace.ledger.episode_record import Journal
 from headrace.registry import facts, resolve
-from headrace.rollout.agent_loop import AgentLoop, close_all, start_workflows
+from headrace.rollout.agent_loop import AgentLoop, close_all, local_loop, start_workflows
 from headrace.rollout.gateway import close_gateway
 from headrace.rollout.store import StoredValues, Values
-from headrace.rollout.workflow import demonstration, single_turn
+from headrace.rollout.workflow import demonstration, run_function, single_turn
 from headrace.run.agreement import missing_steps
 from headrace.run.checkpoint import TrainerState, load_newest
 from headrace.run.checkpoint_writer import CheckpointWriter, adopt
@@ -101,8 +94,7 @@ class RunParts:
     backend: Backend
     engine: RolloutEngine
     sampler: TaskSampler
-    new_manager: Callable[[Journal], AgentLoop]
-    eval_manager: AgentLoop
+    new_loop: Callable[[Journal], AgentLoop]
     evaluator: Evaluator
     objective: Objective
     policy: StalenessPolicy
@@ -119,7 +111,8 @@ def assemble(
     Names first, then tasks, then the model: what is cheap to find wrong is found before what is slow to load.
     """
     given = given or Given()
-    run, judge = run_function(config, given.workflow), configured_judger(config, given.judger)
+    run = run_function(config.workflow, given.workflow)
+    judge = configured_judger(config.workflow, config.judge, given.judger)
     for name in chosen(config.algorithm, "estimator"):
         resolve("estimator", name)
     if config.workflow.grouping:
@@ -140,7 +133,7 @@ def assemble(
     data = load_training(config.data, given.tasks)
     warn_of_bad_rows(data, "the training tasks")
     sampler = make_sampler(config.data, data, config.fresh_groups, config.run.seed)
-    if judge is not None and not supervised:
+    if not supervised:
         check_tasks(judge, data.tasks)
     sets = evaluation_sets(config, given.eval_tasks, data)
     check_overlap(config.data, data.tasks, {name: tasks for name, (_, tasks) in sets.items()})
@@ -149,16 +142,15 @@ def assemble(
     parts = evaluation_parts(config, run, judge, sets, new_backend, values)
     trained, judged = (demonstration, None) if supervised else (run, judge)
 
-    def new_manager(journal: Journal) -> AgentLoop:
+    def new_loop(journal: Journal) -> AgentLoop:
         needs_reward = _needs_reward(config.algorithm)
-        return AgentLoop(
-            trained, parts.engine, parts.chat, judged, limits(config), needs_reward, journal=journal, values=values
-        )
+        return local_loop(
+            config.rollout, trained, judged, parts.engine, parts.chat, training=True,
+            needs_reward=needs_reward, journal=journal, values=values,
+        )  # fmt: skip
 
     objective: Objective = new_objective(config, parts.backend, parts.chat, demonstrations, policy)
-    return RunParts(
-        parts.backend, parts.engine, sampler, new_manager, parts.manager, parts.evaluator, objective, policy
-    )
+    return RunParts(parts.backend, parts.engine, sampler, new_loop, parts.evaluator, objective, policy)
 
 
 def _needs_reward(algorithm: AlgorithmSection) -> Callable[[str], bool]:
@@ -188,7 +180,7 @@ class Run:
     backend: Backend
     engine: RolloutEngine
     sampler: TaskSampler
-    manager: AgentLoop
+    loop: AgentLoop
     policy: StalenessPolicy
     journal: RunJournal
     trackers: TrackerSet
@@ -219,7 +211,7 @@ class Run:
         if self.abandoned.count:
             metrics.record("user_code/abandoned", self.abandoned.count, Reducer.LAST)
         metrics.merge(self.lifecycle.metrics())
-        metrics.record_all(self.sampler.metrics() | self.manager.metrics(), Reducer.LAST)
+        metrics.record_all(self.sampler.metrics() | self.loop.metrics(), Reducer.LAST)
         metrics.merge(self.clock.end(self.engine.health(), overlapping=self.config.trainer.max_staleness > 0))
         values = metrics.reduce()
         values["tokens/generated_per_s"] = values["tokens/generated"] / max(self.clock.generating_s, 1e-9)
@@ -269,10 +261,10 @@ async def open_run(
         held.push_async_callback(end_user_tasks)
         journal = held.enter_context(closing(open_journal(folder, config)))
         held.callback(trackers.close)  # before the ledger is closed: the last metrics come first
-        manager = parts.new_manager(journal.episodes())
-        managers = [manager, parts.eval_manager, *parts.evaluator.managers]
-        held.push_async_callback(close_all, managers)
-        await start_workflows(managers, config.trainer.hook_timeout_s)
+        loop = parts.new_loop(journal.episodes())
+        loops = [loop, *parts.evaluator.loops]
+        held.push_async_callback(close_all, loops)
+        await start_workflows(loops, config.trainer.hook_timeout_s)
         checkpoints = CheckpointWriter(folder, parts.backend, config.trainer, config.eval.sets)
         held.push_async_callback(checkpoints.close)
         abandoned = held.enter_context(reporting_abandoned(trackers.message))
@@ -283,7 +275,7 @@ async def open_run(
         callbacks = CallbackSet(
             [evaluating, *given.callbacks, Tracking(trackers), saving], config.trainer.hook_timeout_s
         )
-        beside = _Beside(folder, manager, journal, trackers, callbacks, evaluating, checkpoints, abandoned, stop)
+        beside = _Beside(folder, loop, journal, trackers, callbacks, evaluating, checkpoints, abandoned, stop)
         run = _build(config, parts, beside, state)
         trackers.progress("syncing the weights to the engine")
         await parts.backend.publish(run.start.version)
@@ -324,7 +316,7 @@ class _Beside:
     """What a run has beside the parts that its configuration names and those of its loops."""
 
     folder: Path
-    manager: AgentLoop
+    loop: AgentLoop
     journal: RunJournal
     trackers: TrackerSet
     callbacks: CallbackSet
@@ -354,7 +346,7 @@ def _build(config: RunConfig, parts: RunParts, beside: _Beside, state: TrainerSt
         config.rollout.group_size, config.algorithm, sampler, coordinator, buffer, journal, start.next_group_id
     )
     resumed = restore_loops(start, journal, sampler, buffer, lifecycle, policy)
-    producer = Producer(config, sampler, beside.manager, coordinator, lifecycle, resumed, journal.batch_begun_at())
+    producer = Producer(config, sampler, beside.loop, coordinator, lifecycle, resumed, journal.batch_begun_at())
     learner = Learner(config, parts.backend, parts.objective, policy)
     shares = engine.shares_weights
     streams = learner.streams and (not shares if section.stream is None else section.stream)
@@ -364,13 +356,11 @@ def _build(config: RunConfig, parts: RunParts, beside: _Beside, state: TrainerSt
         config, coordinator, buffer, lifecycle, producer, streams, lambda: stopping.requested, trackers.message
     )
     history = state.evaluations if state else ()
-    evaluations = Evaluations(
-        parts.evaluator, parts.eval_manager, engine, journal, callbacks, trackers.progress, history
-    )
+    evaluations = Evaluations(parts.evaluator, engine, journal, callbacks, trackers.progress, history)
     alarms = Alarms(config.alarm, config.algorithm.roles, samples_as_learned(config), trackers.message)
     return Run(
         config=config, folder=beside.folder, start=start, stop=stopping, backend=parts.backend, engine=engine,
-        sampler=sampler, manager=beside.manager, policy=policy, journal=journal, trackers=trackers,
+        sampler=sampler, loop=beside.loop, policy=policy, journal=journal, trackers=trackers,
         callbacks=callbacks, evaluating=beside.evaluating, evaluations=evaluations,
         alarms=alarms, checkpoints=beside.checkpoints, coordinator=coordinator,
         buffer=buffer, lifecycle=lifecycle, producer=producer, batches=batches, learner=learner, clock=StepClock(),

@@ -13,7 +13,7 @@ from headrace.config import RunConfig
 from headrace.config.loading import build_config
 from headrace.config.rules import resolve_objective
 from headrace.errors import first_of
-from headrace.evaluation.setup import Tasks
+from headrace.evaluation.plan import Tasks
 from headrace.registry import resolve
 from headrace.run.directory import claim_run_dir, log_to_file, mark_finished
 from headrace.tracking.terminal import working
