@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from headrace.tracking import catalogue
+
 if TYPE_CHECKING:
     from forked import ForkServer
 
@@ -15,6 +17,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 # some virtual machines report matrix units for bfloat16 that they do not have
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+catalogue.strict = True  # what Headrace records must be in the catalogue
+
+
+@pytest.fixture
+def any_metric(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a run: users may record keys that are not in the catalogue."""
+    monkeypatch.setattr(catalogue, "strict", False)
 
 
 @pytest.fixture(scope="module")

@@ -580,4 +580,4 @@ def test_the_documented_own_loss_is_found_by_name_and_works(tmp_path: Path, monk
     for name in ("my_losses:bounded_reinforce", f"{tmp_path}/my_losses.py:bounded_reinforce"):
         own: Loss = resolve("loss", name)
         assert value_and_gradient(own, case) == ([2.0, 0.0], [-2.0, 0.0])
-        assert own(context(case))[1]["policy/unlikely_fraction"].tolist() == [0.0, 1.0]
+        assert own(context(case))[1]["loss/unlikely_fraction"].tolist() == [0.0, 1.0]

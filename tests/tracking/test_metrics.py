@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from headrace.errors import DataError
 from headrace.tracking.metrics import MetricsAggregator, Reducer
 
+pytestmark = pytest.mark.usefixtures("any_metric")
 any_float = st.floats(allow_nan=True, allow_infinity=True)
 weights = st.floats(min_value=0, max_value=1e6)
 records = st.lists(st.tuples(any_float, weights, st.integers(0, 3)), max_size=30)
@@ -110,7 +111,7 @@ def test_infinities_pass_through() -> None:
 
 def test_two_reducers_for_one_key_are_an_error_that_names_all() -> None:
     metrics = MetricsAggregator()
-    metrics.record("reward/mean", 1.0, Reducer.MEAN)
+    metrics.record("reward/mean", 1.0)
     with pytest.raises(DataError, match=r'"reward/mean".*"sum".*"mean"'):
         metrics.record("reward/mean", 1.0, Reducer.SUM)
 

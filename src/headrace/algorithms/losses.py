@@ -45,7 +45,7 @@ class LossContext:
         def bounded_reinforce(context: LossContext) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             unlikely_M = context.logprobs_M.detach() < -5.0
             loss_M = -context.advantages_M * context.logprobs_M
-            return loss_M.masked_fill(unlikely_M, 0.0), {"policy/unlikely_fraction": unlikely_M.float()}
+            return loss_M.masked_fill(unlikely_M, 0.0), {"loss/unlikely_fraction": unlikely_M.float()}
 
     `sum_by_row` and `mean_by_row` of this module give values of complete rows. There may be no token at all (M = 0).
     """

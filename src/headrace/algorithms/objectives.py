@@ -22,7 +22,7 @@ from headrace.data.sampler import TaskSampler
 from headrace.data.task import load_tasks
 from headrace.errors import BackendError, ConfigError
 from headrace.registry import facts
-from headrace.tracking.metrics import MetricsAggregator, Reducer
+from headrace.tracking.metrics import MetricsAggregator
 from headrace.utils.usercode import contained
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ class AdvantageObjective:
         for (owner, _), row in zip(rows, scored, strict=True):
             divergence[owner] += _divergence(kl.kind, row)
         for value in divergence.values():
-            metrics.record("reward/kl_to_reference", value, Reducer.MEAN)
+            metrics.record("reward/kl_to_reference", value)
         return [
             _penalised(group, [kl.coef * divergence[g, t] for t in range(len(group.trajectories))])
             if self._is_rewarded(group)
@@ -242,8 +242,8 @@ class PreferenceObjective:
     async def prepare(self, groups: Sequence[TrajectoryGroup], version: int) -> Prepared:
         metrics = MetricsAggregator()
         pairs, skipped = form_pairs(groups, self._config.dpo)
-        metrics.record("dpo/pairs", len(pairs), Reducer.SUM)
-        metrics.record_all(skipped, Reducer.SUM, prefix="dpo/skipped/")
+        metrics.record("dpo/pairs", len(pairs))
+        metrics.record_all(skipped, prefix="dpo/skipped/")
         samples = [sample for pair in pairs for sample in (pair.chosen, pair.rejected)]
         if not samples:
             return Prepared(None, metrics)

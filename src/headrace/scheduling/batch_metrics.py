@@ -12,7 +12,7 @@ from headrace.config import AlgorithmSection
 from headrace.data.episode import TrajectoryGroup
 from headrace.data.sample import NO_VERSION, Sample
 from headrace.scheduling.buffer import FinishedGroup
-from headrace.tracking.metrics import MetricsAggregator, Reducer
+from headrace.tracking.metrics import MetricsAggregator
 
 
 def batch_metrics(finished: Sequence[FinishedGroup], samples: Sequence[Sample], version: int) -> MetricsAggregator:
@@ -22,29 +22,29 @@ def batch_metrics(finished: Sequence[FinishedGroup], samples: Sequence[Sample], 
     groups = [group for item in finished for group in item.groups if group.has_rewards and _is_sampled(group)]
     rewards = [reward for group in groups for reward in group.rewards()]
     if rewards:
-        metrics.record("reward/mean", _mean(rewards), Reducer.MEAN)
-        metrics.record("reward/std", pstdev(rewards), Reducer.MEAN)
-        metrics.record("reward/uniform_groups", fmean(is_uniform(group) for group in groups), Reducer.MEAN)
+        metrics.record("reward/mean", _mean(rewards))
+        metrics.record("reward/std", pstdev(rewards))
+        metrics.record("reward/uniform_groups", fmean(is_uniform(group) for group in groups))
     names = {group.name for group in groups}
     for group in groups if len(names) > 1 else ():
         for reward in group.rewards():
-            metrics.record(f"reward/{group.name}/mean", reward, Reducer.MEAN)
+            metrics.record(f"reward/{group.name}/mean", reward)
     for episode in episodes:
-        metrics.record("tokens/generated", episode.generated_tokens, Reducer.SUM)
-        metrics.record("response/length_mean", episode.response_tokens, Reducer.MEAN)
-        metrics.record("response/cut_share", episode.termination == "length", Reducer.MEAN)
-        metrics.record_all(episode.metrics, Reducer.MEAN, prefix="episode/")
+        metrics.record("tokens/generated", episode.generated_tokens)
+        metrics.record("response/length_mean", episode.response_tokens)
+        metrics.record("response/cut_share", episode.termination == "length")
+        metrics.record_all(episode.metrics, prefix="episode/")
     versions = Counter(chain.from_iterable(compress(sample.versions, sample.loss_mask) for sample in samples))
     del versions[NO_VERSION]
     if versions:
         average = sum(sampled * tokens for sampled, tokens in versions.items()) / versions.total()
-        metrics.record("staleness/max", version - min(versions), Reducer.MAX)
-        metrics.record("staleness/mean", version - average, Reducer.MEAN)
+        metrics.record("staleness/max", version - min(versions))
+        metrics.record("staleness/mean", version - average)
     failed = sum(item.failed for item in finished)
     if failed:
-        metrics.record("batch/failed", failed, Reducer.SUM)
-    metrics.record("batch/rows", len(samples), Reducer.SUM)
-    metrics.record("batch/tokens", sum(len(sample.tokens) for sample in samples), Reducer.SUM)
+        metrics.record("batch/failed", failed)
+    metrics.record("batch/rows", len(samples))
+    metrics.record("batch/tokens", sum(len(sample.tokens) for sample in samples))
     return metrics
 
 
@@ -72,7 +72,7 @@ class RewardsBeforeFilters:
         metrics, rewards = MetricsAggregator(), self._rewards
         self._rewards = []
         if rewards:
-            metrics.record("reward/before_filters/mean", _mean(rewards), Reducer.LAST)
+            metrics.record("reward/before_filters/mean", _mean(rewards))
         return metrics
 
 

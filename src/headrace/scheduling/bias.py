@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from headrace.scheduling.buffer import FinishedGroup
-from headrace.tracking.metrics import MetricsAggregator, Reducer
+from headrace.tracking.metrics import MetricsAggregator
 
 
 class SelectionBias:
@@ -50,12 +50,12 @@ class SelectionBias:
         metrics = MetricsAggregator()
         if not self._used.groups:
             return metrics
-        metrics.record("bias/length", _ratio(self._used.length, self._finished.length), Reducer.LAST)
-        metrics.record("bias/duration", _ratio(self._used.duration_s, self._finished.duration_s), Reducer.LAST)
+        metrics.record("bias/length", _ratio(self._used.length, self._finished.length))
+        metrics.record("bias/duration", _ratio(self._used.duration_s, self._finished.duration_s))
         submitted, trained = self._submitted.total(), self._trained.total()
         for source, count in self._submitted.items() if len(self._submitted) > 1 else ():
             share = _ratio(self._trained[source] / trained, count / submitted)
-            metrics.record(f"bias/source/{source}", share, Reducer.LAST)
+            metrics.record(f"bias/source/{source}", share)
         return metrics
 
 

@@ -17,7 +17,7 @@ from headrace.config import RunConfig, SimulateSection
 from headrace.errors import ConfigError
 from headrace.scheduling.buffer import FinishedGroup
 from headrace.tracking.jsonl import FILE_NAME, read_rows
-from headrace.tracking.metrics import MetricsAggregator, Reducer
+from headrace.tracking.metrics import MetricsAggregator
 
 QUANTILES = (0, 10, 25, 50, 75, 90, 95, 99, 100)
 _SLOWEST = 0.9  # of a recorded run, the slowest tenth counts as slow
@@ -115,19 +115,19 @@ class GroupDurations:
             del self._synced_s[next(iter(self._synced_s))]
         metrics, groups = MetricsAggregator(), self._groups
         self._groups = []
-        metrics.record("time/group_s/count", len(groups), Reducer.LAST)
+        metrics.record("time/group_s/count", len(groups))
         if not groups:
             return metrics
         seconds = [group_s for group_s, _ in groups]
-        metrics.record("time/group_s/mean", fmean(seconds), Reducer.LAST)
+        metrics.record("time/group_s/mean", fmean(seconds))
         for quantile, value in zip(QUANTILES, np.percentile(seconds, QUANTILES).tolist(), strict=True):
-            metrics.record(f"time/group_s/q{quantile:02d}", value, Reducer.LAST)
+            metrics.record(f"time/group_s/q{quantile:02d}", value)
         self._lately_s.extend(seconds)
         long_s = LONG * median(self._lately_s)
         for group_s, seen in groups:
             self._positions["long_token_place" if group_s > long_s else "token_place"].add(seen)
         for name, positions in self._positions.items():
-            metrics.record(f"time/group_s/{name}", positions.mean(), Reducer.LAST)
+            metrics.record(f"time/group_s/{name}", positions.mean())
         return metrics
 
 

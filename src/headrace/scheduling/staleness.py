@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from headrace.data.sample import NO_VERSION, Sample
-from headrace.tracking.metrics import MetricsAggregator, Reducer
+from headrace.tracking.metrics import MetricsAggregator
 
 _WINDOW = 1024
 _FEWEST = 32
@@ -149,7 +149,7 @@ class Trust(Mask):
             return list(samples)
         if bound is None:  # too few young rows for a bound: fall back to age
             return super().limit(samples, version, measured, metrics)
-        metrics.record("staleness/divergence_bound", bound, Reducer.LAST)
+        metrics.record("staleness/divergence_bound", bound)
         return [
             self._near_part(sample, measured[i], bound, metrics) if i in measured else sample
             for i, sample in enumerate(samples)
@@ -164,7 +164,7 @@ class Trust(Mask):
     def _near_part(self, sample: Sample, logprobs: Sequence[float], bound: float, metrics: MetricsAggregator) -> Sample:
         mask = np.array(sample.loss_mask, dtype=bool)
         moved_T = np.where(mask, _divergences(logprobs, sample.logprobs), np.inf)
-        metrics.record("staleness/divergence_old", float(moved_T[mask].mean()), Reducer.MEAN)
+        metrics.record("staleness/divergence_old", float(moved_T[mask].mean()))
         order = np.argsort(moved_T, kind="stable")[: int(mask.sum())]
         means = np.cumsum(moved_T[order]) / np.arange(1, len(order) + 1)  # increasing: sorted by divergence
         near = np.zeros(len(mask), dtype=bool)
@@ -179,6 +179,6 @@ def _divergences(learner: Sequence[float], sampler: Sequence[float]) -> np.ndarr
 
 def _masked(sample: Sample, keep: Sequence[bool], metrics: MetricsAggregator) -> Sample:
     mask = tuple(int(m and k) for m, k in zip(sample.loss_mask, keep, strict=True))
-    metrics.record("staleness/masked_tokens", sample.trained_tokens - sum(mask), Reducer.SUM)
-    metrics.record("staleness/overage_rows", 1, Reducer.SUM)
+    metrics.record("staleness/masked_tokens", sample.trained_tokens - sum(mask))
+    metrics.record("staleness/overage_rows", 1)
     return replace(sample, loss_mask=mask)

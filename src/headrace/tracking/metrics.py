@@ -1,4 +1,4 @@
-"""MetricsAggregator: many recorded values become one number per key, by the reducer each metric names.
+"""MetricsAggregator: many recorded values become one number per key, by the reducer that the catalogue has for it.
 
 Sums are exact, so the result does not depend on how the values were spread over micro-batches and processes: merging
 aggregators gives bit for bit what recording everything in one gives.
@@ -8,47 +8,37 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from enum import StrEnum
 from fractions import Fraction
 from typing import Any, SupportsFloat
 
 from headrace.errors import DataError
-
-
-class Reducer(StrEnum):
-    """How the values of one metric become one number."""
-
-    SUM = "sum"
-    MEAN = "mean"
-    LAST = "last"
-    MIN = "min"
-    MAX = "max"
-    WEIGHTED_MEAN = "weighted_mean"
-
-    @classmethod
-    def _missing_(cls, value: object) -> Reducer:
-        raise DataError(f'unknown reducer "{value}"; use one of {", ".join(cls)}')
+from headrace.tracking.catalogue import Reducer, reducer_of
 
 
 class MetricsAggregator:
-    """Collects metrics of one step. A NaN or infinity that is recorded comes out again: it is shown, not hidden."""
+    """Collects the metrics of one step. A NaN or infinity that is recorded is also the result: shown, not hidden."""
 
     def __init__(self) -> None:
         self._states: dict[str, _State] = {}
 
-    def record(self, key: str, value: SupportsFloat, reducer: Reducer, weight: SupportsFloat = 1.0) -> None:
-        """Add one value. `weight` counts for `weighted_mean` only; one key keeps one reducer."""
+    def record(
+        self, key: str, value: SupportsFloat, reducer: Reducer | None = None, weight: SupportsFloat = 1.0
+    ) -> None:
+        """Add one value. `weight` counts for `weighted_mean` only.
+
+        `reducer` is for keys that are not in the catalogue; one key keeps one reducer.
+        """
         state = self._states.get(key)
         if state is None:
-            state = _State(Reducer(reducer))
-        elif state.reducer is not reducer:
+            state = _State(reducer_of(key, reducer))
+        elif reducer is not None and state.reducer is not reducer:
             _require_same(key, state.reducer, Reducer(reducer))
         if weight != 1.0:
             _check_weight(key, state.reducer, float(weight))
         state.add(float(value), float(weight))
         self._states[key] = state
 
-    def record_all(self, values: Mapping[str, SupportsFloat], reducer: Reducer, prefix: str = "") -> None:
+    def record_all(self, values: Mapping[str, SupportsFloat], reducer: Reducer | None = None, prefix: str = "") -> None:
         """Record every value under `prefix` + its key (the prefix is used as it is: `"policy/"`)."""
         for key, value in values.items():
             self.record(prefix + key, value, reducer)
@@ -75,7 +65,7 @@ class MetricsAggregator:
         return {key: self._states[key].result() for key in sorted(self._states)}
 
     def clear(self) -> None:
-        """Forget everything, the reducers too."""
+        """Remove everything, the reducers too."""
         self._states.clear()
 
     def to_dict(self) -> dict[str, dict[str, str]]:
@@ -95,7 +85,7 @@ _MOST_PENDING = 10_000
 
 
 class _State:
-    """What is known of one metric. What is to be summed waits in a list: exact sums are dear, and one is enough."""
+    """The values of one metric so far. Those to be summed wait in a list: an exact sum is slow, and one is enough."""
 
     __slots__ = ("_pending", "_total", "_weight", "reducer", "value")
 
@@ -118,7 +108,7 @@ class _State:
             self._settle()
 
     def join(self, later: _State) -> None:
-        """Add everything that `later` was told."""
+        """Add everything that `later` recorded."""
         self._pending += later._pending
         if later._weight:
             self._total += later._total
@@ -135,7 +125,7 @@ class _State:
             self.value = _extreme(self.reducer, self.value, value)
 
     def _settle(self) -> None:
-        """Add up what waits."""
+        """Add up the values that wait."""
         if self._pending:
             total, weight = _exact_sums(self._pending)
             self._total += total

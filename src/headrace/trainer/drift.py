@@ -13,7 +13,7 @@ from itertools import compress
 import numpy as np
 
 from headrace.data.sample import NO_VERSION, Sample
-from headrace.tracking.metrics import MetricsAggregator, Reducer
+from headrace.tracking.metrics import MetricsAggregator
 
 
 def drift_metrics(
@@ -33,13 +33,13 @@ def drift_metrics(
     largest_R = np.maximum.reduceat(size_T, starts)
     figures = zip(rows, mean_R.tolist(), mean_size_R.tolist(), largest_R.tolist(), strict=True)
     for (oldest, count), mean, mean_size, largest in figures:
-        metrics.record("policy/kl_to_sampler", mean, Reducer.WEIGHTED_MEAN, weight=count)
-        metrics.record("policy/logprob_gap_max", largest, Reducer.MAX)
+        metrics.record("policy/kl_to_sampler", mean, weight=count)
+        metrics.record("policy/logprob_gap_max", largest)
         if oldest == version and not updated:
-            metrics.record("drift/same_version", mean_size, Reducer.WEIGHTED_MEAN, weight=count)
-            metrics.record("drift/same_version_max", largest, Reducer.MAX)
+            metrics.record("drift/same_version", mean_size, weight=count)
+            metrics.record("drift/same_version_max", largest)
         elif oldest < version:
-            metrics.record("drift/stale", mean_size, Reducer.WEIGHTED_MEAN, weight=count)
+            metrics.record("drift/stale", mean_size, weight=count)
     return metrics
 
 

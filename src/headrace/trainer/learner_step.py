@@ -13,7 +13,7 @@ from headrace.data.sample import TrainBatch
 from headrace.scheduling.batch_metrics import batch_metrics
 from headrace.scheduling.buffer import FinishedGroup
 from headrace.scheduling.staleness import StalenessPolicy
-from headrace.tracking.metrics import MetricsAggregator, Reducer
+from headrace.tracking.metrics import MetricsAggregator
 from headrace.trainer.drift import drift_metrics
 
 
@@ -46,7 +46,7 @@ class Learner:
         self._finished += finished
         self.roles |= {trajectory.name for item in finished for e in item.episodes for trajectory in e.trajectories}
         if self._config.produce.reuse > 1:
-            self.metrics.record("episodes/reused", sum(group.kept for group in again), Reducer.SUM)
+            self.metrics.record("episodes/reused", sum(group.kept for group in again))
         if prepared.part is not None:
             self._parts.append(prepared.part)
             if self._updates == 1:

@@ -18,7 +18,6 @@ from headrace.errors import DataError, EngineError
 from headrace.run.checkpoint import list_checkpoints, step_of
 from headrace.scheduling.buffer import FinishedGroup
 from headrace.scheduling.producer import OpenedBatch
-from headrace.tracking.metrics import Reducer
 from headrace.trainer.recovery import learn_recorded, other_weights
 from headrace.trainer.setup import Run, batches_left
 from headrace.utils import memory
@@ -107,7 +106,7 @@ class TrainingLoops:
                 await run.lifecycle.recorded(self.step, pieces, again, run.learner.batches)
                 await self._update(fresh, again)
         if run.releases_cache:
-            run.learner.metrics.record("memory/train_peak_mb", memory.peak_mb(), Reducer.MAX)
+            run.learner.metrics.record("memory/train_peak_mb", memory.peak_mb())
             await run.engine.resume()
         if run.learner.has_something:
             await self._end_of_step()
@@ -146,7 +145,7 @@ class TrainingLoops:
         await run.engine.pause()
         await run.engine.release_cache()
         memory.reset_peak()
-        run.learner.metrics.record("memory/generate_peak_mb", peak_mb, Reducer.MAX)
+        run.learner.metrics.record("memory/generate_peak_mb", peak_mb)
 
     async def _update(
         self, fresh: list[FinishedGroup], again: list[FinishedGroup], releases_cache: bool | None = None

@@ -44,7 +44,6 @@ from headrace.scheduling.lifecycle import GroupLifecycle
 from headrace.scheduling.producer import Producer
 from headrace.scheduling.staleness import StalenessPolicy
 from headrace.tracking.base import RunInfo, TrackerSet
-from headrace.tracking.metrics import Reducer
 from headrace.trainer.alarms import Alarms
 from headrace.trainer.callbacks import Callback, CallbackSet, Evaluating, Saving, Tracking
 from headrace.trainer.evaluations import Evaluations
@@ -205,18 +204,18 @@ class Run:
         """All metrics of the step that was just made."""
         metrics = self.learner.metrics
         for name, count in asdict(self.coordinator.account()).items():
-            metrics.record(f"episodes/{name}", count, Reducer.LAST)
+            metrics.record(f"episodes/{name}", count)
         if self.journal.restarted:
-            metrics.record("episodes/restarted", self.journal.restarted, Reducer.LAST)
+            metrics.record("episodes/restarted", self.journal.restarted)
         if self.abandoned.count:
-            metrics.record("user_code/abandoned", self.abandoned.count, Reducer.LAST)
+            metrics.record("user_code/abandoned", self.abandoned.count)
         metrics.merge(self.lifecycle.metrics())
-        metrics.record_all(self.sampler.metrics() | self.loop.metrics(), Reducer.LAST)
+        metrics.record_all(self.sampler.metrics() | self.loop.metrics())
         metrics.merge(self.clock.end(self.engine.health(), overlapping=self.config.trainer.max_staleness > 0))
-        values = metrics.reduce()
-        values["tokens/generated_per_s"] = values["tokens/generated"] / max(self.clock.generating_s, 1e-9)
-        values["tokens/trained_per_s"] = values["tokens/trained"] / max(self.clock.training_s, 1e-9)
-        return values
+        totals = metrics.reduce()
+        metrics.record("tokens/generated_per_s", totals["tokens/generated"] / max(self.clock.generating_s, 1e-9))
+        metrics.record("tokens/trained_per_s", totals["tokens/trained"] / max(self.clock.training_s, 1e-9))
+        return metrics.reduce()
 
     def state(self, step: int) -> TrainerState:
         """Where the loops stand, for a checkpoint."""

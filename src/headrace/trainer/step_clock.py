@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from headrace.engines.base import EngineHealth
-from headrace.tracking.metrics import MetricsAggregator, Reducer
+from headrace.tracking.metrics import MetricsAggregator
 
 
 class StepClock:
@@ -51,12 +51,12 @@ class StepClock:
         metrics = MetricsAggregator()
         step_s, train_s = time.perf_counter() - self._started, self._train_s
         generate_s = max(step_s - train_s, 0.0)
-        metrics.record("time/step_s", step_s, Reducer.LAST)
-        metrics.record("time/train_s", train_s, Reducer.LAST)
-        metrics.record("time/generate_s", generate_s, Reducer.LAST)
-        metrics.record("utilisation/learner", train_s / max(step_s, 1e-9), Reducer.LAST)
+        metrics.record("time/step_s", step_s)
+        metrics.record("time/train_s", train_s)
+        metrics.record("time/generate_s", generate_s)
+        metrics.record("utilisation/learner", train_s / max(step_s, 1e-9))
         busy_s = max(engine.busy_s - self._engine_busy_s, 0.0)  # an engine that was started again counts from 0
-        metrics.record("utilisation/engine", min(busy_s / max(step_s, 1e-9), 1.0), Reducer.LAST)
+        metrics.record("utilisation/engine", min(busy_s / max(step_s, 1e-9), 1.0))
         self._engine_busy_s = engine.busy_s
         self.generating_s = step_s if overlapping else generate_s
         self.training_s = train_s

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headrace.config import OptimizerSection
 from headrace.errors import BackendError, DivergedError
-from headrace.tracking.metrics import MetricsAggregator, Reducer
+from headrace.tracking.metrics import MetricsAggregator
 
 
 def new_adamw(parameters: Sequence[Tensor], section: OptimizerSection) -> torch.optim.AdamW:
@@ -44,5 +44,5 @@ def apply_gradient(
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     metrics = MetricsAggregator()
-    metrics.record_all({"policy/grad_norm": norm, "optim/lr": lr}, Reducer.LAST)
+    metrics.record_all({"policy/grad_norm": norm, "optim/lr": lr})
     return metrics

@@ -80,7 +80,7 @@ def record_losses(metrics: MetricsAggregator, loss_M: Tensor, entropy_M: Tensor,
 
     Means are weighed by how many values there are.
     """
-    metrics.record("tokens/trained", loss_M.numel(), Reducer.SUM)
+    metrics.record("tokens/trained", loss_M.numel())
     whole = {} if "dpo/loss" in loss_metrics else {"policy/loss": loss_M}  # dpo reports its loss per pair
     for key, values in {**loss_metrics, **whole, "policy/entropy": entropy_M}.items():
         if values.numel():

@@ -49,7 +49,7 @@ from headrace.data.sample import Sample, TrainBatch
 from headrace.engines.base import SamplingParams
 from headrace.errors import BackendError, ConfigError, DataError, DivergedError, boundary
 from headrace.models.load import load_tokenizer
-from headrace.tracking.metrics import MetricsAggregator, Reducer
+from headrace.tracking.metrics import MetricsAggregator
 from headrace.weights.base import SyncedWeights
 
 log = logging.getLogger("headrace")
@@ -340,12 +340,12 @@ def _require_plain(samples: Sequence[Sample], who: str) -> None:
 
 def _optim_metrics(found: dict[str, float], lr: float) -> MetricsAggregator:
     metrics = MetricsAggregator()
-    metrics.record("optim/lr", lr, Reducer.LAST)
+    metrics.record("optim/lr", lr)
     norm = next((found[key] for key in _NORMS if key in found), None)
     if norm is not None:
         if not math.isfinite(norm):
             raise DivergedError(f"the gradient norm is {norm}; lower optimizer.lr (now {lr:g}) or clip harder")
-        metrics.record("policy/grad_norm", norm, Reducer.LAST)
+        metrics.record("policy/grad_norm", norm)
     return metrics
 
 
