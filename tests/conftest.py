@@ -11,7 +11,7 @@ import pytest
 from headrace.tracking import catalogue
 
 if TYPE_CHECKING:
-    from forked import ForkServer
+    from fork_server import ForkServer
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -45,7 +45,7 @@ def through_tinker(tinker_address: str, monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.fixture(scope="session")
 def forks() -> Iterator[ForkServer]:
     """Starts engine processes without importing torch for each."""
-    from forked import ForkServer
+    from fork_server import ForkServer
 
     server = ForkServer()
     yield server

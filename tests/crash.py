@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from forked import ForkedChild, is_running
+from fork_server import ForkedChild, is_running
 
 EVENTS = (
     "dispatched", "started", "called", "tool", "judged", "finished", "whole", "batch", "trained", "flushed", "update",

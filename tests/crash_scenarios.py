@@ -32,7 +32,7 @@ _NULL: dict[str, Any] = {
     "engine": {"health_every_s": 1000.0},
     "eval": {"sets": {"dev": {"tasks": "crash_scenarios:few_tasks", "args": {"count": 2}}}},
 }
-_APART: dict[str, Any] = {"trainer": {"placement": "separate"}}
+_SEPARATE: dict[str, Any] = {"trainer": {"placement": "separate"}}
 _AHEAD: dict[str, Any] = {"trainer": {"max_staleness": 2, "staleness": "wait"}}
 
 
@@ -43,12 +43,12 @@ def layered(*layers: dict[str, Any]) -> dict[str, Any]:
 
 
 SCENARIOS: dict[str, dict[str, Any]] = {
-    "in_step": {},
-    "in_step_apart": _APART,
+    "synchronous": {},
+    "synchronous_separate": _SEPARATE,
     "ahead": _AHEAD,
-    "ahead_apart": layered(_AHEAD, _APART),
-    "null_in_step": _NULL,
-    "null_ahead": layered(_NULL, _AHEAD, _APART),
+    "ahead_separate": layered(_AHEAD, _SEPARATE),
+    "null_synchronous": _NULL,
+    "null_ahead": layered(_NULL, _AHEAD, _SEPARATE),
     # epochs of seven tasks in batches of three, whose last is short or dropped
     **{
         f"epochs_{'dropped' if drop else 'short'}_{seed}": layered(
@@ -61,9 +61,9 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "reuse": layered(_NULL, _AHEAD, {"produce": {"reuse": 2}, "trainer": {"batch_size": 4}}),
     "partly_solved": layered(_NULL, {"filters": {"drop_uniform": False, "min_partial_tasks": 3}}),
     "without_checkpoints": layered(_NULL, {"trainer": {"save_every": 0}}),
-    "without_partial_rollouts": layered(_NULL, _AHEAD, _APART, {"trainer": {"partial_rollouts": False}}),
+    "without_partial_rollouts": layered(_NULL, _AHEAD, _SEPARATE, {"trainer": {"partial_rollouts": False}}),
     "short_memory": layered(_NULL, _AHEAD, {"ledger": {"keep_steps": 1}}),
-    **{f"ahead_{policy}": layered(_NULL, _AHEAD, _APART, {"trainer": {"staleness": policy}})
+    **{f"ahead_{policy}": layered(_NULL, _AHEAD, _SEPARATE, {"trainer": {"staleness": policy}})
        for policy in ("count", "drop", "mask", "trust")},
 }  # fmt: skip
 

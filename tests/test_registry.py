@@ -85,7 +85,7 @@ def test_a_file_is_found_and_loaded_once(user_folder: Path) -> None:
         assert resolve("judger", f"{path}:Judge") is resolve("judger", "own_parts.py:Judge")
 
 
-def test_two_files_of_one_name_are_told_apart(user_folder: Path) -> None:
+def test_two_files_of_one_name_are_distinguished(user_folder: Path) -> None:
     (user_folder / "other").mkdir()
     (user_folder / "other" / "own_parts.py").write_text("def score(task, text): return 2.0\n")
     assert resolve("judger", "own_parts.py:score")(None, "") == 1.0
@@ -134,7 +134,7 @@ def test_a_missing_import_inside_the_users_code_keeps_its_traceback(user_folder:
     assert not isinstance(raised.value, HeadraceError)
 
 
-def test_a_file_that_breaks_is_loaded_anew_next_time(user_folder: Path) -> None:
+def test_a_file_that_breaks_is_loaded_again_next_time(user_folder: Path) -> None:
     path = user_folder / "own_late.py"
     path.write_text("raise RuntimeError('not yet')\n")
     with pytest.raises(RuntimeError, match="not yet"):

@@ -113,7 +113,7 @@ def one_too_few(groups, algorithm):
 
 
 @pytest.mark.parametrize("name", ["own_estimators:against_the_batch", "{folder}/own_estimators.py:against_the_batch"])
-def test_an_own_estimator_is_found_by_name_and_sees_the_whole_batch(
+def test_an_own_estimator_is_found_by_name_and_sees_the_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     (tmp_path / "own_estimators.py").write_text(OWN_ESTIMATOR)

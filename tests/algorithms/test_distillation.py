@@ -26,7 +26,7 @@ from headrace.rollout.model_client import Model
 from headrace.run.checkpoint import list_checkpoints
 from headrace.tracking.base import RunInfo
 from headrace.trainer.trainer import UnifiedTrainer
-from watched import (
+from recording_backend import (
     WatchedBackend,
     make_backend,
     plain_logprobs,
@@ -314,7 +314,7 @@ class StopAt:
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_a_resumed_run_goes_on_with_the_refreshed_teacher(rank: int, tmp_path: Path) -> None:
+def test_a_resumed_run_continues_with_the_refreshed_teacher(rank: int, tmp_path: Path) -> None:
     def config(name: str, *trackers: str) -> Any:
         return watched_config(
             tmp_path,

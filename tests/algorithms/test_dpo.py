@@ -19,7 +19,7 @@ from headrace.config import AlgorithmSection
 from headrace.errors import DataError
 from headrace.rollout.model_client import Model
 from headrace.tracking.base import RunInfo
-from watched import (
+from recording_backend import (
     FLOAT64,
     assert_same_gradient,
     logged,

@@ -104,14 +104,14 @@ def test_the_baseline_of_opo_is_weighted_by_length() -> None:
     assert opo([GroupRewards((1.0, 0.0, 0.0), (2, 8, 0))], PLAIN) == [near([0.8, -0.2, -0.2])]
 
 
-def test_the_spread_of_reinforce_plus_plus_is_that_of_the_whole_batch() -> None:
+def test_the_spread_of_reinforce_plus_plus_is_that_of_the_batch() -> None:
     # centred: -2, 2 and -1, 1, so the standard deviation is sqrt(10 / 4)
     scale = math.sqrt(2.5)
     found = reinforce_plus_plus_baseline(seen([0.0, 4.0], [5.0, 7.0]), PLAIN)
     assert flat(found) == near([-2 / scale, 2 / scale, -1 / scale, 1 / scale], 1e-5)
 
 
-def test_the_baseline_of_prpo_is_that_of_the_whole_batch() -> None:
+def test_the_baseline_of_prpo_is_that_of_the_batch() -> None:
     found = prpo(seen([4.0], [0.0, 0.0, 0.0]), PLAIN)
     assert flat(found) == near([ROOT, -ROOT / 3, -ROOT / 3, -ROOT / 3], 1e-5)
 
@@ -166,7 +166,7 @@ def test_trajectories_of_one_rollout_differ_by_their_own_reward() -> None:
     assert group.rollout_rewards == (0.5, 0.0)
 
 
-def test_rollouts_that_are_alike_give_no_huge_advantages() -> None:
+def test_equal_rollouts_give_no_huge_advantages() -> None:
     alike = [of_rollouts([1, 0], [0, 1]), of_rollouts([0.1, 0.2, 0.3], [0.3, 0.1, 0.2])]
     for estimator in (grpo, reinforce_plus_plus_baseline):
         assert flat(estimator(alike, PLAIN)) == [0.0] * 10
@@ -509,7 +509,7 @@ def test_a_role_that_is_not_trained_is_left_out_and_not_looked_at() -> None:
     assert scalars(assigned) == [near([1.0, -1.0], 1e-5)]
 
 
-def test_an_estimator_is_told_the_response_tokens_of_each_trajectory() -> None:
+def test_an_estimator_gets_the_response_tokens_of_each_trajectory() -> None:
     told: list[GroupRewards] = []
 
     def listens(groups: Sequence[GroupRewards], algorithm: AlgorithmSection) -> np.ndarray:

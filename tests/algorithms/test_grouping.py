@@ -11,7 +11,7 @@ from headrace import Task, Trajectory
 from headrace.data.sample import Sample
 from headrace.errors import ConfigError
 from headrace.rollout.model_client import Model
-from watched import scattered_reward, trained, watched_run
+from recording_backend import scattered_reward, trained, watched_run
 
 HOOK = '''
 from headrace.data.episode import TrajectoryGroup

@@ -269,7 +269,7 @@ def test_float32_agrees_with_float64(name: str) -> None:
 
 
 @every_loss
-def test_figures_carry_no_gradient(name: str) -> None:
+def test_metrics_carry_no_gradient(name: str) -> None:
     _, figures = loss_named(name)(context(CASES["mixed"]))
     assert not any(values.requires_grad for values in figures.values())
 

@@ -26,7 +26,7 @@ from headrace.scheduling.buffer import FinishedGroup
 from headrace.scheduling.staleness import StalenessPolicy
 from headrace.tracking.metrics import MetricsAggregator
 from headrace.trainer.learner_step import Learner
-from watched import (
+from recording_backend import (
     FLOAT64,
     WatchedBackend,
     assert_same_gradient,

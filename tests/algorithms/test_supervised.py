@@ -13,7 +13,7 @@ from headrace.cli.main import run as run_command
 from headrace.config.loading import build_config
 from headrace.errors import ConfigError
 from headrace.rollout.chat import ChatTemplate
-from watched import (
+from recording_backend import (
     FLOAT64,
     WatchedBackend,
     assert_same_gradient,

@@ -130,7 +130,7 @@ def test_methods_are_called_as_the_page_says(schedule: str, tmp_path: Path, monk
     assert paused["forward_backward"] == {in_step}
 
 
-def test_a_run_goes_on_and_is_exported(tmp_path: Path) -> None:
+def test_a_run_resumes_and_is_exported(tmp_path: Path) -> None:
     run(tmp_path, "--trainer.steps=1")
     rows, run_dir = run(tmp_path, "--trainer.steps=2")
     assert [row["step"] for row in rows] == [1, 2]

@@ -68,7 +68,7 @@ class TestTargetsOnly(BackendContract):
         await backend.close()
 
     @pytest.mark.parametrize("temperature", [1.0])
-    async def test_the_engine_samples_from_the_published_weights(self, temperature: float) -> None:
+    async def test_the_engine_samples_from_the_synced_weights(self, temperature: float) -> None:
         await super().test_the_engine_samples_from_the_published_weights(temperature)
 
 
@@ -105,7 +105,7 @@ async def test_a_loss_of_the_service_makes_the_same_step_as_ours(loss: str) -> N
     assert results[0] == pytest.approx(results[1], abs=1e-5, rel=1e-5)  # sums in another order
 
 
-async def test_a_new_run_goes_on_from_a_saved_state_which_is_its_reference(tmp_path: Path) -> None:
+async def test_a_new_run_resumes_from_a_saved_state_which_is_its_reference(tmp_path: Path) -> None:
     first = make_tinker()
     await step(first)
     await first.save(tmp_path)

@@ -116,7 +116,7 @@ def test_the_clip_and_the_denominator_go_to_the_service_as_they_are_meant() -> N
 @pytest.mark.parametrize(
     "aggregation", ["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "token_sum", "constant"]
 )
-def test_the_normaliser_of_a_whole_step_is_known_beforehand(aggregation: Any) -> None:
+def test_the_normaliser_of_a_step_is_known_beforehand(aggregation: Any) -> None:
     algorithm = AlgorithmSection(aggregation=aggregation)
     batch = pack(random_samples(5, 90), algorithm, 64)
     assert likely_scale(batch, algorithm) == grad_scale([batch], algorithm)

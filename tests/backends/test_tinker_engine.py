@@ -102,7 +102,7 @@ class TestSegments(EngineContract):
         pytest.skip("the service keeps no cache between two requests: check refuses to keep one")
 
 
-async def test_whole_replies_end_under_the_weights_they_began_with(model: Path) -> None:
+async def test_complete_replies_end_under_the_weights_they_began_with(model: Path) -> None:
     backend = TinkerBackend(
         build_config({"backend": {"name": "tinker"}, "model": {"name": str(model)}, "tinker": {"rank": 4}})
     )

@@ -79,7 +79,7 @@ def test_every_objective_trains_through_the_service(
     assert last["tokens/trained"] > 0 and last["policy/grad_norm"] > 0
 
 
-def test_a_run_goes_on_from_where_another_ended(tmp_path: Path) -> None:
+def test_a_run_resumes_from_where_another_ended(tmp_path: Path) -> None:
     train(tmp_path / "first")
     (state,) = (tmp_path / "first").rglob("tinker.json")
     assert json.loads(state.read_text())["updates"] == 2

@@ -58,7 +58,7 @@ def test_output_that_cannot_be_written_is_one_line() -> None:
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and "No space left" in done.stderr
 
 
-def test_a_run_goes_on_when_nobody_reads_its_lines_any_more() -> None:
+def test_a_run_continues_when_nobody_reads_its_lines_any_more() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w") as output:

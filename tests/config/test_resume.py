@@ -93,7 +93,7 @@ def saved(run_dir: str | Path) -> list[int]:
     return [step_of(folder) for folder in list_checkpoints(Path(run_dir))]
 
 
-def test_a_stopped_run_goes_on_by_its_folder_alone(train: Callable[..., int]) -> None:
+def test_a_stopped_run_resumes_by_its_folder_alone(train: Callable[..., int]) -> None:
     assert train("run.toml", "--run-dir", "r", *STOP) == 130
     assert made("r") == [1, 2] and saved("r") == [2]
     assert train("--resume", "r", *GO_ON) == 0
@@ -101,13 +101,13 @@ def test_a_stopped_run_goes_on_by_its_folder_alone(train: Callable[..., int]) ->
     assert not Path("r-2").exists()
 
 
-def test_the_same_command_goes_on_too(train: Callable[..., int]) -> None:
+def test_the_same_command_resumes_too(train: Callable[..., int]) -> None:
     train("run.toml", "--run-dir", "r", *STOP)
     assert train("run.toml", "--run-dir", "r") == 0
     assert made("r") == [1, 2, 3, 4]
 
 
-def test_a_run_whose_folder_was_moved_goes_on_where_it_is(train: Callable[..., int]) -> None:
+def test_a_run_whose_folder_was_moved_resumes_where_it_is(train: Callable[..., int]) -> None:
     train("run.toml", "--run-dir", "r", *STOP)
     Path("r").rename("moved")
     assert train("--resume", "moved", *GO_ON) == 0
@@ -155,9 +155,7 @@ def test_a_branch_stands_on_its_own_from_its_beginning(train: Callable[..., int]
     assert json.loads(Path("b/config.json").read_text())["run"]["resume"] == "r"  # where it comes from
 
 
-def test_other_settings_are_refused_and_the_run_can_still_be_gone_on_with(
-    train: Callable[..., int], capsys: Caught
-) -> None:
+def test_other_settings_are_refused_and_the_run_can_still_be_resumed(train: Callable[..., int], capsys: Caught) -> None:
     train("run.toml", "--run-dir", "r", *STOP)
     capsys.readouterr()
     assert train("--resume", "r", *GO_ON, "--optimizer.lr", "1") == 2
@@ -205,7 +203,7 @@ def test_a_dry_run_of_a_resumed_run_shows_its_settings_and_changes_nothing(
 # ---- inside ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_run_goes_on_with_the_random_numbers_that_it_would_have_drawn(tmp_path: Path) -> None:
+def test_a_resumed_run_uses_the_random_numbers_that_it_would_have_drawn(tmp_path: Path) -> None:
     drawn: dict[str, list[float]] = {}
 
     def drawing(name: str, stop: int = 0) -> Callback:

@@ -235,7 +235,7 @@ class BackendContract:
     # ---- publish --------------------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("temperature", [1.0, 0.7])
-    async def test_the_engine_samples_from_the_published_weights(self, temperature: float) -> None:
+    async def test_the_engine_samples_from_the_synced_weights(self, temperature: float) -> None:
         backend = self.make_backend()
         engine = backend.create_engine()
         samples = self.samples(backend)
@@ -289,7 +289,7 @@ class BackendContract:
 
     # ---- checkpoints and start-up ---------------------------------------------------------------------------------
 
-    async def test_a_loaded_checkpoint_goes_on_exactly_where_it_was_saved(self, tmp_path: Path) -> None:
+    async def test_a_loaded_checkpoint_continues_exactly_where_it_was_saved(self, tmp_path: Path) -> None:
         one, two = self.make_backend(), self.make_backend()
         samples = self.samples(one)
         await self.train(one, samples, IMITATE)

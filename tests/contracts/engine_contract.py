@@ -153,7 +153,7 @@ class EngineContract(SamplingContract, WeightsContract):
         self.assert_logprobs(made)
         await soon(old)
 
-    async def test_a_paused_engine_decodes_nothing_and_goes_on_where_it_was(self, start: Start) -> None:
+    async def test_a_paused_engine_decodes_nothing_and_continues_where_it_was(self, start: Start) -> None:
         engine = start()
         alone = await soon(engine.generate(self.prompt(5), SamplingParams(max_tokens=self.long), 1))
         task = asyncio.ensure_future(engine.generate(self.prompt(5), SamplingParams(max_tokens=self.long), 1))

@@ -91,7 +91,7 @@ class WeightsContract(EngineHarness):
         await soon(engine.unpin())
         self.assert_same(await soon(self.asked(engine, 30, pinned=True)), live)
 
-    async def test_publications_leave_pinned_requests_under_way_alone(self, start: Start) -> None:
+    async def test_weight_syncs_leave_pinned_requests_under_way_alone(self, start: Start) -> None:
         engine = start(cache_on_publish="recompute")
         alone = await soon(self.asked(engine, self.long))
         await soon(engine.pin())

@@ -295,7 +295,7 @@ def test_batches_that_held_nothing_to_train_are_remembered_too(
     assert rates(run_dir) == rates(uninterrupted_pairs)
 
 
-def test_a_run_without_a_ledger_goes_on_from_its_checkpoint(uninterrupted: Path, tmp_path: Path) -> None:
+def test_a_run_without_a_ledger_resumes_from_its_checkpoint(uninterrupted: Path, tmp_path: Path) -> None:
     train_and_die(tmp_path, 50, save_every=3, ledger=False)
     assert rates(train(tmp_path, 3, ledger=False)) == rates(uninterrupted)
 

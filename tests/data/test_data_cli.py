@@ -57,7 +57,7 @@ def inspected(capsys: Caught, *words: str) -> dict[str, Any]:
     return json.loads(out)
 
 
-def test_a_source_is_counted_and_its_bad_rows_are_all_told(capsys: Caught) -> None:
+def test_a_source_is_counted_and_its_bad_rows_are_all_reported(capsys: Caught) -> None:
     found = inspected(capsys, "rows.jsonl", "--columns", 'instruction = "question"')
     assert found["tasks"] == 3 and found["sources"] == {"default": 2, "south": 1} and found["with_answer"] == 3
     assert found["duplicates"] == 1 and found["duplicate_ids"] == [["1", "2"]]

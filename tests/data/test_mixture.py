@@ -98,7 +98,7 @@ def test_seeds_and_epochs_give_different_orders() -> None:
 
 
 @pytest.mark.parametrize("cut", [0, 1, 7, 20])
-def test_a_mixture_goes_on_at_any_position(cut: int) -> None:
+def test_a_mixture_continues_at_any_position(cut: int) -> None:
     def stream() -> TaskSampler:
         return TaskSampler(numbered(13), 3, 5, order=MixtureOrder([5, 8], [3.0, 1.0], 5))
 
@@ -167,7 +167,7 @@ def test_the_system_prompt_is_put_before_the_tasks_of_every_source_that_has_none
         ({"columns": {"instruction": "x"}, "template": "{x}"}, "both say what the model is asked"),
     ],
 )
-def test_a_mistake_in_the_data_section_is_told(values: dict[str, Any], says: str) -> None:
+def test_a_mistake_in_the_data_section_is_reported(values: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError) as raised:
         section(**values)
     assert says in str(raised.value)
@@ -229,7 +229,7 @@ def test_holding_everything_out_is_an_error() -> None:
         split_tasks(numbered(3), 3)
 
 
-def test_a_mixture_is_split_as_a_whole_and_keeps_its_sources() -> None:
+def test_a_mixture_is_split_together_and_keeps_its_sources() -> None:
     data = section(mixture=MIXTURE, holdout=4)
     found = load_training(data)
     assert len(found.held_out) == 4 and found.sizes is not None and sum(found.sizes.values()) == 15
@@ -260,7 +260,9 @@ def test_an_evaluation_set_is_what_training_leaves_out() -> None:
         ({}, 3, {"template": "{x}"}, 'template = "{x}" has no effect'),
     ],
 )
-def test_a_mistake_in_a_held_out_set_is_told(args: dict[str, Any], tasks: int, more: dict[str, Any], says: str) -> None:
+def test_a_mistake_in_a_held_out_set_is_reported(
+    args: dict[str, Any], tasks: int, more: dict[str, Any], says: str
+) -> None:
     with pytest.raises(ConfigError) as raised:
         held_out(args, numbered(tasks), **more)
     assert 'eval.sets.dev.tasks = "holdout"' in str(raised.value) and says in str(raised.value)
@@ -269,7 +271,7 @@ def test_a_mistake_in_a_held_out_set_is_told(args: dict[str, Any], tasks: int, m
 SHARED = 'evaluation set "dev" ask what is also trained: "0", "1", "2", …; evaluate other tasks'
 
 
-def test_tasks_that_are_trained_and_evaluated_are_told() -> None:
+def test_tasks_that_are_trained_and_evaluated_are_reported() -> None:
     train, sets = numbered(8), {"dev": numbered(5), "other": numbered(5, "Else")}
     with pytest.warns(UserWarning, match="5 of 5 tasks") as warned:
         check_overlap(section(), train, sets)

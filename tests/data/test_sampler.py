@@ -31,7 +31,7 @@ def epoch(source: TaskSampler, number: int) -> list[str]:
 
 
 @pytest.mark.parametrize(("drop_last", "sizes"), [(True, [4, 4, 4, 4]), (False, [4, 4, 2, 4])])
-def test_the_short_batch_is_dropped_or_handed_out_short(drop_last: bool, sizes: list[int]) -> None:
+def test_the_short_batch_is_dropped_or_drawn_short(drop_last: bool, sizes: list[int]) -> None:
     source = sampler(drop_last=drop_last)
     assert len(source) == (2 if drop_last else 3)
     assert [len(source.next_batch()) for _ in sizes] == sizes
@@ -81,7 +81,7 @@ def test_resuming_at_any_position_gives_the_same_suffix(
     assert draw(resumed, kinds[cut:]) == whole[cut:]
 
 
-def test_one_more_task_is_the_next_of_the_order_and_is_not_handed_out_again() -> None:
+def test_one_more_task_is_the_next_of_the_order_and_is_not_drawn_again() -> None:
     order = epoch(sampler(), 0)
     assert draw(sampler(), ["batch", "task", "batch"]) == [order[:4], order[4:5], order[5:9]]
 
@@ -98,7 +98,7 @@ def test_a_batch_larger_than_the_data_is_an_error_with_a_remedy() -> None:
         sampler(batch_size=11)
 
 
-def test_a_batch_larger_than_the_data_is_the_whole_data_when_short_batches_are_kept() -> None:
+def test_a_batch_larger_than_the_data_is_all_data_when_short_batches_are_kept() -> None:
     source = sampler(batch_size=11, drop_last=False)
     assert len(source) == 1
     assert [len(source.next_batch()) for _ in range(2)] == [10, 10]

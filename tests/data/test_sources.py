@@ -210,7 +210,7 @@ BAD = """{"instruction": "a"}
 """
 
 
-def test_bad_rows_are_left_out_if_wanted_and_the_first_three_are_told(tmp_path: Path) -> None:
+def test_bad_rows_are_left_out_if_wanted_and_the_first_three_are_reported(tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text(BAD)
     with pytest.raises(DataError, match='line 2: task "2": instruction must be text, got 5'):

@@ -9,7 +9,7 @@ import torch
 
 from contracts.backend_contract import BackendContract
 from contracts.engine_harness import soon
-from forked import ForkServer
+from fork_server import ForkServer
 from headrace.backends.local import engines
 from headrace.backends.local.backend import LocalBackend
 from headrace.config.loading import build_config
@@ -36,7 +36,7 @@ class TestSeparateEngine(BackendContract):
 
 
 @pytest.mark.usefixtures("by_fork")
-async def test_a_publication_that_does_not_arrive_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_weight_sync_that_does_not_arrive_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = LocalBackend(build_config(SEPARATE))
     engine = backend.create_engine()
     await soon(backend.publish(1))

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from fake_server import Answer, Asked, completion, serving
 from headrace.data.episode import Episode, TerminationReason
 from headrace.data.task import Task
 from headrace.engines import http
@@ -31,7 +32,6 @@ from headrace.rollout.agent_loop import AgentLoop, Limits
 from headrace.rollout.budget import Budget
 from headrace.rollout.model_client import Model
 from headrace.rollout.remote_model import NoEngine, remote_model
-from http_server import Answer, Asked, completion, serving
 
 HELLO = [{"role": "user", "content": "Hello?"}]
 SAMPLING = SamplingParams(temperature=0.5, top_p=0.9, top_k=0, max_tokens=11, stop=("END",))
@@ -125,7 +125,7 @@ async def test_the_server_says_when_to_come_back(as_date: bool) -> None:
     assert second.at_s - first.at_s >= (0.9 if as_date else 0.38)
 
 
-async def test_nobody_there_is_told_apart() -> None:
+async def test_nobody_there_is_distinguished() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
@@ -158,7 +158,7 @@ async def test_so_many_requests_at_once_and_no_more() -> None:
     assert server.most_busy == 3
 
 
-async def test_the_key_comes_from_the_environment_and_is_never_told(
+async def test_the_key_comes_from_the_environment_and_is_never_shown(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)

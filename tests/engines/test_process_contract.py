@@ -14,7 +14,7 @@ import torch
 
 import tiny
 from contracts.engine_contract import EngineContract
-from forked import SMOKE, ForkServer
+from fork_server import SMOKE, ForkServer
 from headrace.config import ModelSection
 from headrace.engines.process.engine import ProcessEngine
 from headrace.engines.process.wire import EngineOptions

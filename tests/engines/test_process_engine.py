@@ -17,7 +17,7 @@ import torch
 
 import tiny
 from contracts.engine_harness import soon, submitted, under_way, until
-from forked import ForkServer, is_running
+from fork_server import ForkServer, is_running
 from headrace.config import LoraSection, ModelSection
 from headrace.engines.base import Generation, SamplingParams
 from headrace.engines.process.child import Launch, ProcessChild
@@ -100,7 +100,7 @@ async def test_requests_survive_the_death_of_the_process(make: Make, caplog: Any
     assert f"the engine process {first} died (killed by SIGKILL)" in caplog.text
 
 
-async def test_what_was_published_pinned_and_paused_survives_too(make: Make) -> None:
+async def test_what_was_synced_pinned_and_paused_survives_too(make: Make) -> None:
     engine = make()
     old = await answers(asked(engine, 3))
     await soon(engine.load_weights(1))
@@ -126,7 +126,7 @@ async def test_what_was_published_pinned_and_paused_survives_too(make: Make) -> 
     assert engine.health().version == 2
 
 
-async def test_a_publication_survives_the_death_of_the_process(make: Make) -> None:
+async def test_a_weight_sync_survives_the_death_of_the_process(make: Make) -> None:
     engine = make()
     await answers(asked(engine, 1))
     tiny.randomise(engine.learner, seed=5)
@@ -183,7 +183,7 @@ async def test_what_is_cancelled_before_the_process_is_ready_is_never_begun(make
 # ---- publications -------------------------------------------------------------------------------------------------
 
 
-async def test_decoding_goes_on_through_publications(make: Make) -> None:
+async def test_decoding_continues_through_weight_syncs(make: Make) -> None:
     engine = make()
     (task,) = asked(engine, 1, SamplingParams(max_tokens=240))
     await until(lambda: engine.health().generated_tokens > 5)
@@ -213,7 +213,7 @@ async def test_only_what_was_staged_can_be_loaded(make: Make) -> None:
             await soon(engine.load_weights(1, odd))
 
 
-async def test_a_restarted_process_must_find_the_weights_that_were_published(make: Make) -> None:
+async def test_a_restarted_process_must_find_the_weights_that_were_synced(make: Make) -> None:
     engine = make()
     await soon(engine.load_weights(1))
     engine._weights._maps[engine._live.buffer][0] ^= 1
@@ -319,7 +319,7 @@ async def test_a_process_that_exits_at_the_start_is_not_tried_again(make: Make, 
     assert engine.health().restarts == 0
 
 
-async def test_a_model_that_cannot_be_loaded_is_told_at_once(make: Make, tmp_path: Path) -> None:
+async def test_a_model_that_cannot_be_loaded_is_reported_at_once(make: Make, tmp_path: Path) -> None:
     folder = tiny.saved_model("llama", tmp_path / "gone")
     section = ModelSection(name=str(folder))
     learner = load_model(section)

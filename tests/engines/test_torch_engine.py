@@ -21,7 +21,7 @@ from headrace.models.causal import Draws, build_causal_model
 from headrace.models.logprobs import target_logprobs
 from headrace.models.packed import PackedRows
 from headrace.weights.digest import fingerprint
-from pace import slowed
+from slow_models import slowed
 
 
 class CountingModel:

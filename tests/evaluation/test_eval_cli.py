@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 import torch
 
+from fake_server import Answer, Asked, Server, completion, serving
 from fakes import ROOT
 from headrace.cli.main import run
 from headrace.engines import http
 from headrace.evaluation.results_file import EvaluationResult, read_evaluation
 from headrace.ledger import LedgerReader
-from http_server import Answer, Asked, Server, completion, serving
 
 Caught = pytest.CaptureFixture[str]
 

@@ -197,7 +197,7 @@ async def test_each_set_is_sampled_as_it_says() -> None:
     assert asked == [(0.5, 3, ("END",))] * 4 + [(0.0, 7, ("END",))] * 4
 
 
-async def test_several_sets_are_reported_by_name_and_progress_is_told() -> None:
+async def test_several_sets_are_reported_by_name_and_progress_is_reported() -> None:
     told: list[tuple[str, int, int]] = []
     sets = {name: (EvalSet(tasks="words", attempts=2), TASKS[:2]) for name in ("one", "two")}
     metrics = await Evaluator(sets, loop(), RolloutSection(), 0).evaluate(lambda *args: told.append(args))
@@ -259,7 +259,7 @@ def longest(episodes: list[list[Episode]]) -> dict[str, float]:
     return {"longest": max(len(e.text) for task in episodes for e in task)}
 
 
-async def test_metrics_of_ones_own_are_reported_kept_and_told_all_episodes() -> None:
+async def test_metrics_of_ones_own_are_reported_kept_and_get_all_episodes() -> None:
     kept: list[dict[str, float]] = []
     sets = {"words": (EvalSet(tasks="words", attempts=3, temperature=1.0), TASKS)}
     own = {"a.py:longest": longest, "a.py:count": lambda episodes: {"shape/tasks": len(episodes)}}
@@ -288,7 +288,7 @@ async def test_a_bad_metric_of_ones_own_is_named(function: Any, problem: str) ->
     assert problem in str(caught.value)
 
 
-async def test_every_episode_is_told_as_it_is_done() -> None:
+async def test_every_episode_is_reported_as_it_is_done() -> None:
     told: list[tuple[str, str]] = []
     await evaluator(attempts=2).evaluate(on_episode=lambda name, e: told.append((name, e.task_id)))
     assert sorted(told) == sorted(("words", task.id) for task in TASKS for _ in range(2))

@@ -274,7 +274,7 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("text", MALFORMED.values(), ids=MALFORMED.keys())
-def test_what_is_no_proper_answer_is_worth_nothing_and_is_told_quickly(text: str) -> None:
+def test_what_is_no_proper_answer_is_worth_nothing_and_is_reported_quickly(text: str) -> None:
     started = time.perf_counter()
     assert judged(TASK, text, format_reward=0.5) == Verdict(0.0, False, {"well_formed": 0.0})
     assert time.perf_counter() - started < 1.0
@@ -289,7 +289,7 @@ def test_no_text_breaks_the_judger(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["True + 2", "2.0 + 3", "2j + 3", "'2'", "None", "..."])
-def test_only_whole_numbers_are_numbers(text: str) -> None:
+def test_only_integers_are_numbers(text: str) -> None:
     assert evaluate(text) is None
 
 

@@ -143,7 +143,7 @@ async def responsive() -> AsyncIterator[None]:
 
 
 @pytest.mark.parametrize("name", judgers())
-async def test_a_hostile_answer_is_scored_0_in_bounded_time_while_the_event_loop_goes_on(name: str) -> None:
+async def test_a_hostile_answer_is_scored_0_in_bounded_time_while_the_event_loop_runs(name: str) -> None:
     if name == "code" and not await asyncio.to_thread(_sandbox_works):
         pytest.skip("neither namespaces nor seccomp can be used here")
     task = replace(TASK, answer="J") if name == "choice" else TASK

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fake_server import Answer, Asked, completion, serving
 from fakes import CharTokenizer, FakeEngine, bundled_tokenizer, char_chat, examples
 from headrace import registry
 from headrace.config import RunConfig
@@ -28,7 +29,6 @@ from headrace.rollout.chat import ChatTemplate
 from headrace.rollout.model_client import Model
 from headrace.rollout.workflow import single_turn
 from headrace.weights.base import SyncedWeights
-from http_server import Answer, Asked, completion, serving
 
 TASK = Task("1", instruction="Capital of France?", answer="Paris")
 HOSTILE = [
@@ -254,7 +254,7 @@ class Critic:
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["of the run", "of the set"])
-def test_a_run_lends_its_model_to_the_judger(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_shares_its_model_with_the_judger(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_registered", {("backend", "critic"): Critic})
     judging = {"judger": "llm", "judger_args": {"correct_from": 0.7}}
     dev = {"tasks": "countdown", "args": {"split": "test", "count": 3}}
@@ -275,6 +275,6 @@ def test_a_run_lends_its_model_to_the_judger(own: bool, monkeypatch: pytest.Monk
         ({"rubrik": "x"}, "cannot be called"),
     ],
 )
-def test_wrong_arguments_are_told_at_the_start(args: dict[str, Any], problem: str) -> None:
+def test_wrong_arguments_are_reported_at_the_start(args: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         as_judger(resolve("judger", "llm"), args)

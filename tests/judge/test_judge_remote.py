@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
+from fake_server import Answer, Server, serving
 from headrace.data.episode import Episode, Step, Trajectory
 from headrace.data.task import Task
 from headrace.engines import http
 from headrace.errors import InfrastructureError, WorkflowError
 from headrace.judge.base import Verdict, as_judger
 from headrace.registry import resolve
-from http_server import Answer, Server, serving
 
 TASK = Task("1", instruction="Capital of France?", answer="Paris", metadata={"level": 2})
 EPISODE = Episode("1", (Trajectory((Step((1, 2), (3,), (-0.5,), (0,), text="Paris"),)),), rollout_idx=4)

@@ -231,7 +231,7 @@ class Fixed(Judger):
         return self.verdict
 
 
-async def test_a_sum_weighs_its_parts_and_tells_each() -> None:
+async def test_a_sum_weighs_its_parts_and_reports_each() -> None:
     parts = {"answer": Fixed(1.0, True), "form": {"name": "tests.none:x", "weight": 0.5}}
     with pytest.raises(ConfigError):
         WeightedSum(parts)

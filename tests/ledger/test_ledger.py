@@ -20,7 +20,7 @@ from headrace.data.episode import Episode, ModelOutput, Step, Trajectory
 from headrace.errors import LedgerError
 from headrace.ledger import Account, Ledger, LedgerReader, digest
 from headrace.ledger.pack import from_json, to_json
-from recorded import Played, dispatch, messages, play, plays, simple_episode, tokens, train, values
+from ledger_data import Played, dispatch, messages, play, plays, simple_episode, tokens, train, values
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_a_signed_zero_among_the_logprobs_is_kept(ledger: Ledger):
     assert repr(ledger.group(0)[0].trajectories[0].steps[0].logprobs) == "(-0.0, 0.0)"
 
 
-def test_what_the_workflow_changes_afterwards_is_not_recorded(ledger: Ledger):
+def test_what_the_workflow_changes_later_is_not_recorded(ledger: Ledger):
     said = [{"role": "user", "content": "before"}]
     call = {"name": "search", "arguments": {"query": "before"}}
     payload = {"found": ["before"]}
@@ -110,7 +110,7 @@ def test_calls_side_by_side_are_ordered_as_they_began(ledger: Ledger):
     assert [record.output.text for record in ledger.calls(0, 0)] == ["0", "1", "2"]
 
 
-def test_an_episode_goes_on_in_another_process_where_it_was(tmp_path: Path):
+def test_an_episode_resumes_in_another_process_where_it_was(tmp_path: Path):
     turns = [ModelOutput("a", tuple(range(3 * n + 3)), (n,), (-1.5,), (-1.5,), (n,), call=n) for n in range(3)]
     for output in turns:  # each in a process of its own, as far as the ledger knows
         with Ledger.open(tmp_path) as ledger:
@@ -278,7 +278,7 @@ def test_an_evaluation_made_again_replaces_the_first(ledger: Ledger):
     assert len(list(ledger.episodes("eval"))) == 2
 
 
-def test_episodes_are_told_with_what_became_of_them(ledger: Ledger):
+def test_episodes_are_reported_with_their_outcome(ledger: Ledger):
     failed = replace(simple_episode(0, 1).episode, error="broke", termination="error")
     dispatch(ledger, 0, size=2)
     play(ledger, simple_episode(0))
@@ -315,7 +315,7 @@ def pruned_groups(ledger: LedgerReader) -> set[int]:
     return {record.episode.group_id for record in ledger.episodes() if record.pruned}
 
 
-def test_retention_bounds_the_size_and_keeps_the_figures(tmp_path: Path):
+def test_retention_bounds_the_size_and_keeps_the_metrics(tmp_path: Path):
     sizes = {}
     with Ledger.open(tmp_path, LedgerSection(keep_steps=2)) as ledger:
         for end in (20, 40, 60):

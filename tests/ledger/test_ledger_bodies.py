@@ -15,7 +15,7 @@ from headrace.errors import LedgerError
 from headrace.ledger import Ledger, pack
 from headrace.ledger.pack import expand, pack_bytes, pack_value, unpack, unpack_value
 from headrace.ledger.rows import unpack_rows
-from recorded import play, simple_episode
+from ledger_data import play, simple_episode
 
 MOST = 1 << 20
 

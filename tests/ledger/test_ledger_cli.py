@@ -18,7 +18,7 @@ from headrace.cli.main import run
 from headrace.data.episode import Episode
 from headrace.ledger import Ledger, LedgerReader
 from headrace.ledger.export import export_episodes
-from recorded import dispatch, play, simple_episode, train
+from ledger_data import dispatch, play, simple_episode, train
 
 Caught = pytest.CaptureFixture[str]
 
@@ -62,7 +62,7 @@ def test_the_account_is_printed_by_source_and_in_all(run_dir: Path, capsys: Caug
     assert "evaluations: 1, the last of step 4" in out and "MB" in out
 
 
-def test_a_run_that_goes_on_is_shown_as_running_and_a_killed_one_as_killed(run_dir: Path, capsys: Caught):
+def test_a_unfinished_run_is_shown_as_running_and_a_killed_one_as_killed(run_dir: Path, capsys: Caught):
     with Ledger.open(run_dir):
         assert run(["ledger", str(run_dir)]) == 0
         assert "running" in capsys.readouterr().out
@@ -78,7 +78,7 @@ def exported(words: list[str], out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
 
 
-def test_episodes_are_exported_with_what_became_of_them(run_dir: Path, tmp_path: Path, capsys: Caught):
+def test_episodes_are_exported_with_their_outcome(run_dir: Path, tmp_path: Path, capsys: Caught):
     rows = exported([str(run_dir)], tmp_path / "out.jsonl")
     assert capsys.readouterr().out == f"wrote 9 episodes to {tmp_path / 'out.jsonl'}\n"
     found = [(row["group_id"], row["decision"], row["reason"], row["step"]) for row in rows]

@@ -19,7 +19,7 @@ from headrace.errors import LedgerError
 from headrace.ledger import Ledger, LedgerReader, schema
 from headrace.ledger import ledger as ledger_module
 from headrace.ledger.files import connect_writer
-from recorded import dispatch, play, simple_episode, train
+from ledger_data import dispatch, play, simple_episode, train
 
 HERE = Path(__file__).parent
 PATHS = os.environ | {"PYTHONPATH": str(HERE.parent)}
@@ -105,7 +105,7 @@ def play_again(ledger: Ledger, group_id: int) -> None:
     assert ledger.account().pending == 0
 
 
-def test_processes_tell_a_kill_from_an_end(tmp_path: Path):
+def test_processes_distinguish_a_kill_from_an_end(tmp_path: Path):
     killed_while_writing(tmp_path, after_s=0.1)
     with Ledger.open(tmp_path) as ledger:
         ledger.resumed(40)
@@ -169,7 +169,7 @@ def test_a_failing_write_of_the_system_is_an_error_and_nothing_is_damaged(tmp_pa
     check_still_sound(tmp_path)
 
 
-def test_a_failure_that_nobody_was_told_of_is_raised_by_close(tmp_path: Path):
+def test_a_failure_that_nobody_was_shown_is_raised_by_close(tmp_path: Path):
     ledger = Ledger.open(tmp_path)
     ledger.decided(7, "whole")
     with pytest.raises(LedgerError, match="never dispatched"):

@@ -32,8 +32,8 @@ from headrace.rollout.model_client import Model
 from headrace.scheduling.buffer import TrajectoryGroupBuffer
 from headrace.tracking.metrics import MetricsAggregator
 from headrace.trainer.callbacks import Callback, Metrics
+from ledger_data import dispatch, play, simple_episode
 from null_backend import Null, NullBackend, Ran, null_run, scattered, some_tasks
-from recorded import dispatch, play, simple_episode
 
 RECORDED: dict[str, Any] = {"ledger": {"enabled": True}}
 ALGORITHM = build_config({}).algorithm
@@ -160,7 +160,7 @@ def test_what_is_exported_is_what_the_recorded_rewards_give(tmp_path: Path, name
     assert all(entry["advantages"] is None and entry["preferred"] is None for entry in entries)
 
 
-def test_a_group_that_is_trained_again_tells_every_step(tmp_path: Path) -> None:
+def test_a_group_that_is_trained_again_reports_every_step(tmp_path: Path) -> None:
     ran = recorded_run(tmp_path, produce={"reuse": 2}, trainer={"batch_size": 4, **AHEAD})
     rows = check_export(ran.result.run_dir)
     steps = [[entry["step"] for entry in row["trained"]] for row in rows]
@@ -199,7 +199,7 @@ class BeforeTheUpdate(RememberingNull):
 @pytest.mark.parametrize(
     "crash", [{"callbacks": [AfterTheStep()]}, {"null": BeforeTheUpdate()}], ids=["after the step", "before the update"]
 )
-def test_after_a_crash_every_batch_is_told_once_and_as_without_one(
+def test_after_a_crash_every_batch_is_reported_once_and_as_without_one(
     tmp_path: Path, crash: dict[str, Any], save_every: int
 ) -> None:
     def run(name: str, **given: Any) -> Path:
@@ -246,7 +246,7 @@ async def two_roles(task: Task, model: Model) -> list[Trajectory]:
     return [replace(trajectory, reward=rewards[trajectory.name]) for trajectory in model.trajectories()]
 
 
-def test_every_trained_role_tells_its_own(tmp_path: Path) -> None:
+def test_every_trained_role_reports_its_own(tmp_path: Path) -> None:
     both = check_export(recorded_run(tmp_path / "both", two_roles).result.run_dir)
     roles = [[entry["role"] for entry in row["trained"]] for row in both if row["trained"]]
     assert roles and all(found == ["solver", "critic"] for found in roles)
@@ -282,7 +282,7 @@ def anonymous(episodes: Sequence[Episode]) -> list[TrajectoryGroup]:
     return [TrajectoryGroup("t", "agent", made)]
 
 
-def test_a_hooks_groups_tell_their_rollouts_unless_it_makes_trajectories_of_its_own(tmp_path: Path) -> None:
+def test_a_hooks_groups_report_their_rollouts_unless_it_makes_trajectories_of_its_own(tmp_path: Path) -> None:
     def run(hook: str) -> Path:
         grouping = {"grouping": f"test_ledger_rows:{hook}"}
         sections = {"workflow": grouping, "rollout": {"group_size": 4}}
@@ -297,7 +297,7 @@ def test_a_hooks_groups_tell_their_rollouts_unless_it_makes_trajectories_of_its_
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])
-def test_preference_pairs_tell_which_side_they_were(tmp_path: Path, ending: str) -> None:
+def test_preference_pairs_report_which_side_they_were(tmp_path: Path, ending: str) -> None:
     rows = exported(recorded_run(tmp_path, algorithm={"objective": "dpo"}).result.run_dir, ending)
     sides: dict[int, dict[bool, float]] = {}
     for row in rows:
@@ -354,7 +354,7 @@ def record(ledger: Ledger, step: int, trained: Sequence[TrainBatch] = ()) -> Non
     ledger.committed(step, 1)
 
 
-def test_a_ledger_of_version_one_goes_on_and_does_not_know_the_older_advantages(
+def test_a_ledger_of_version_one_is_resumed_and_does_not_know_the_older_advantages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as older:

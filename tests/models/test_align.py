@@ -21,7 +21,7 @@ from headrace.config.loading import build_config
 from headrace.data.episode import Step
 from headrace.errors import ModelError
 from headrace.models.align import UNREADABLE, TokenBytes, align_logprobs
-from watched import plain_logprobs, plain_model, watched_run
+from recording_backend import plain_logprobs, plain_model, watched_run
 
 EOS = "</s>"
 TEXTS = ["Make 12 from 3 4 5.", "the answer is <answer>3*4</answer>", "naïve café, 漢字 and 😀😀", "once or twice"]

@@ -231,7 +231,7 @@ def test_the_fallback_gives_what_the_model_gives(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gemma2", "mamba", "openai_gpt"])
-def test_a_copied_slot_goes_on_from_the_length_that_was_asked_for(family: str) -> None:
+def test_a_copied_slot_continues_from_the_length_that_was_asked_for(family: str) -> None:
     hf_model = tiny.tiny_model(family)
     model = build_causal_model(hf_model)
     row, other = tiny.random_rows(20, 20)

@@ -182,7 +182,7 @@ def test_a_conversation_of_any_texts_is_one_row_and_reads_as_rendered(turns: lis
         ("<think>never ends", None, "<think>never ends"),
     ],
 )
-def test_reasoning_is_told_from_content(text: str, reasoning: str | None, content: str) -> None:
+def test_reasoning_is_separated_from_content(text: str, reasoning: str | None, content: str) -> None:
     output = ended(text)
     assert (output.text, output.reasoning, output.content) == (text, reasoning, content)
     assert output.message.get("reasoning_content") == reasoning
@@ -200,7 +200,7 @@ def test_reasoning_is_told_from_content(text: str, reasoning: str | None, conten
         ("Do not <think> ", "hm</think>42", None, "hm</think>42"),
     ],
 )
-def test_reasoning_that_the_template_began_is_told_from_content(
+def test_reasoning_that_the_template_began_is_separated_from_content(
     opening: str, text: str, reasoning: str | None, content: str
 ) -> None:
     opened = copy.deepcopy(tokenizer())
@@ -298,7 +298,7 @@ async def test_calls_side_by_side_stand_in_the_order_in_which_they_were_made() -
 
 
 @pytest.mark.parametrize("takes_s", [(0.02, 0.01, 0), (0.01, 0.02, 0)])
-async def test_after_calls_side_by_side_the_conversation_goes_on_from_the_last_that_was_made(
+async def test_after_calls_side_by_side_the_conversation_continues_from_the_last_that_was_made(
     takes_s: tuple[float, ...],
 ) -> None:
     engine = FakeEngine(lambda seed: f"reply {seed % 1000}", tokenizer(), takes_s)
@@ -324,7 +324,7 @@ async def test_while_the_last_call_is_not_answered_nothing_is_extended() -> None
     assert await prompt_of_the_third((0, 0, 0)) == await prompt_of_the_third((0, 0.05, 0))
 
 
-async def test_after_a_call_that_was_given_up_the_conversation_goes_on_from_the_answer_before() -> None:
+async def test_after_a_call_that_was_given_up_the_conversation_continues_from_the_answer_before() -> None:
     engine = FakeEngine(lambda seed: "hm", tokenizer(), (0, 10, 0))
     asked = Model(engine, chat(), SamplingParams(max_tokens=64), seed=3)
     first = await asked.chat(USER)
@@ -402,7 +402,7 @@ def test_a_template_that_rewrites_earlier_turns_is_an_error() -> None:
         ChatTemplate(rewriting).demonstration(DEMONSTRATION)
 
 
-def test_the_tokenizer_of_characters_that_other_tests_use_behaves_alike() -> None:
+def test_the_tokenizer_of_characters_that_other_tests_use_behaves_the_same() -> None:
     small = char_chat()
     assert small.decode(small.render(DEMONSTRATION)) == chat().decode(chat().render(DEMONSTRATION))
     assert [s.text for s in small.demonstration(DEMONSTRATION)] == [s.text for s in chat().demonstration(DEMONSTRATION)]

@@ -257,7 +257,7 @@ async def talked(respond: Any, **args: Any) -> Episode:
     return await manager(ChatLoop(respond, **args).run).roll_out(SPEC, SAMPLING)
 
 
-async def test_a_conversation_goes_on_until_the_user_has_nothing_more_to_say() -> None:
+async def test_a_conversation_continues_until_the_user_has_nothing_more_to_say() -> None:
     async def respond(task: Task, messages: list[dict[str, Any]]) -> Any:
         turns = sum(m["role"] == "assistant" for m in messages)
         return {1: "Go on.", 2: {"role": "user", "content": "And?"}}.get(turns)

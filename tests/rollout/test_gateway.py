@@ -146,7 +146,7 @@ async def test_logprobs_are_those_that_were_sampled_with(top: int) -> None:
     assert [len(entry.top_logprobs) for entry in content] == [top] * 3
 
 
-async def test_the_model_name_tells_the_role() -> None:
+async def test_the_model_name_selects_the_role() -> None:
     model = model_of("a", "b", "c")
     async with model_session(model) as session, open_ai(session) as client:
         for name in ("headrace/critic", "gpt-5", "headrace/critic"):
@@ -166,7 +166,7 @@ async def test_a_reply_can_be_cut_shorter_but_not_longer_than_the_run_says() -> 
     assert stopped.choices[0].message.content == "one "
 
 
-async def test_what_is_sampled_from_is_the_runs_to_say_and_a_client_is_told_once(caplog: Any) -> None:
+async def test_what_is_sampled_from_is_the_runs_to_say_and_a_client_is_warned_once(caplog: Any) -> None:
     model = model_of("a", "b")
     async with model_session(model) as session, open_ai(session) as client:
         for _ in range(2):
@@ -179,7 +179,7 @@ async def test_what_is_sampled_from_is_the_runs_to_say_and_a_client_is_told_once
 # ---- completions -----------------------------------------------------------------------------------------------------
 
 
-async def test_plain_text_is_completed_and_goes_on_with_exact_ids() -> None:
+async def test_plain_text_is_completed_and_continues_with_exact_ids() -> None:
     model = model_of("two", "four")
     async with model_session(model) as session, open_ai(session) as client:
         first = await client.completions.create(model="m", prompt="one ", logprobs=0, extra_body=IDS)
@@ -202,7 +202,7 @@ async def test_ids_are_completed_as_they_are() -> None:
 # ---- responses -------------------------------------------------------------------------------------------------------
 
 
-async def test_responses_go_on_from_the_one_before() -> None:
+async def test_responses_continue_from_the_one_before() -> None:
     model = model_of(CALLS, "found it")
     tools: Any = [{"type": "function", **SEARCH, "strict": False}]
     async with model_session(model) as session, open_ai(session) as client:
@@ -229,7 +229,7 @@ async def test_a_response_given_back_as_items_extends_the_row() -> None:
     assert model.diverged_prefixes == 0
 
 
-async def test_a_streamed_response_tells_its_events_in_order() -> None:
+async def test_a_streamed_response_reports_its_events_in_order() -> None:
     model = model_of(f"Let me see. {CALLS}")
     tools: Any = [{"type": "function", **SEARCH, "strict": False}]
     async with model_session(model) as session, open_ai(session) as client:
@@ -308,7 +308,7 @@ async def test_clients_without_async_work_from_a_thread() -> None:
 # ---- limits and failures ---------------------------------------------------------------------------------------------
 
 
-async def test_a_prompt_that_is_too_long_is_told_as_openai_tells_it() -> None:
+async def test_a_prompt_that_is_too_long_is_reported_as_openai_reports_it() -> None:
     model = model_of(room=10)
     with pytest.raises(EngineError, match="more than 10"):
         async with model_session(model) as session, open_ai(session) as client:
@@ -368,7 +368,7 @@ async def test_the_time_of_an_episode_ends_its_calls() -> None:
     assert episode.termination == TerminationReason.TIMEOUT and engine.busy == 0
 
 
-async def test_a_failure_while_a_stream_waits_is_told_in_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failure_while_a_stream_waits_is_reported_in_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     from headrace.config import GatewaySection
     from headrace.rollout import gateway
 

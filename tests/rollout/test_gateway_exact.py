@@ -87,7 +87,7 @@ async def talk(session: ModelSession) -> list[dict[str, Any]]:
     return told
 
 
-async def test_what_was_sampled_is_what_is_recorded_and_what_clients_are_told(bundled: tuple[Watched, Model]) -> None:
+async def test_what_was_sampled_is_what_is_recorded_and_what_clients_get(bundled: tuple[Watched, Model]) -> None:
     engine, model = bundled
     async with model_session(model) as session:
         told = await talk(session)

@@ -77,7 +77,7 @@ print(json.dumps({"reward": task["answer"] + reply["usage"]["completion_tokens"]
     assert [step.text for step in episode.trajectories[0].steps] == ["abc"]
 
 
-async def test_recorded_ids_are_those_that_the_program_was_told(tmp_path: Path) -> None:
+async def test_recorded_ids_are_those_that_the_program_got(tmp_path: Path) -> None:
     code = """
 found = [ask()["headrace"], ask("And?")["headrace"]]
 open(os.environ["OUT"] + "/ids", "w").write(json.dumps(found))
@@ -125,7 +125,7 @@ async def _gone(tmp_path: Path) -> None:
     raise AssertionError(f"of {pids} some are still alive")
 
 
-async def test_at_the_time_out_the_whole_process_group_is_killed(tmp_path: Path) -> None:
+async def test_at_the_time_out_the_process_group_is_killed(tmp_path: Path) -> None:
     began = time.monotonic()
     episode = await roll_out(tmp_path, LEAVES_A_CHILD + "import time; time.sleep(60)", timeout_s=2.0)
     assert episode.termination == TerminationReason.TIMEOUT and time.monotonic() - began < 20
@@ -177,7 +177,7 @@ async def test_a_budget_ends_the_episode_by_its_reason(tmp_path: Path) -> None:
         ({"command": ["python"], "folder": "/no/such/folder"}, "does not exist"),
     ],
 )
-def test_a_command_that_cannot_be_started_is_told_at_once(args: dict[str, Any], said: str) -> None:
+def test_a_command_that_cannot_be_started_is_reported_at_once(args: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         resolve("workflow", "external_agent")(**args)
 

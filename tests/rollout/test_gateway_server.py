@@ -277,7 +277,7 @@ def test_listening_beyond_loopback_without_a_token_is_refused() -> None:
         build_config({"gateway": {"host": host}})
 
 
-async def test_a_token_that_is_not_in_the_environment_and_a_port_in_use_are_told(settings: Any) -> None:
+async def test_a_token_that_is_not_in_the_environment_and_a_port_in_use_are_reported(settings: Any) -> None:
     settings(token="$NOT_THERE")
     with pytest.raises(ConfigError, match="no such variable"):
         async with model_session(new_model()):
@@ -398,7 +398,7 @@ async def test_the_same_question_twice_is_two_steps_unless_it_has_the_same_key()
 # ---- nothing is left -------------------------------------------------------------------------------------------------
 
 
-async def test_a_call_under_way_is_told_that_its_session_has_ended() -> None:
+async def test_a_call_under_way_is_reported_that_its_session_has_ended() -> None:
     async with model_session(new_model(takes_s=30)) as session:
         asking = asyncio.create_task(post(session, CHAT, {"messages": ASKED}))
         await asyncio.sleep(0.2)
@@ -453,7 +453,7 @@ def test_a_server_that_nobody_closed_ends_with_its_event_loop() -> None:
 
 
 @pytest.mark.parametrize("answers", [0, 1, 2])
-async def test_after_a_crash_a_program_is_told_again_what_it_was_told(
+async def test_after_a_crash_a_program_gets_the_recorded_replies_again(
     tmp_path: Path, answers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "any")
@@ -471,7 +471,7 @@ async def test_after_a_crash_a_program_is_told_again_what_it_was_told(
     assert await live(tmp_path / "cut", three_turns, 3) == (whole, 3 - answers)
 
 
-async def test_a_program_that_asks_for_something_else_after_a_crash_is_started_anew(tmp_path: Path) -> None:
+async def test_a_program_that_asks_for_something_else_after_a_crash_is_started_again(tmp_path: Path) -> None:
     lives = 0
 
     async def moody(task: Task, model: Model) -> float:

@@ -211,7 +211,7 @@ async def caught_in_a_task_group(life: int, task: Task, model: Model) -> None:
      (tried_for_ever, 1), (caught_in_a_task_group, 2)],
     ids=lambda given: getattr(given, "__name__", ""),
 )  # fmt: skip
-async def test_a_workflow_that_does_something_else_is_started_anew_and_counted(
+async def test_a_workflow_that_does_something_else_is_started_again_and_counted(
     tmp_path: Path, ask: Callable[[int, Task, Model], Any], answers: int
 ) -> None:
     run = other_each_time(ask)
@@ -250,7 +250,7 @@ class Crash(Callback):
             raise ConnectionError("the machine is gone")
 
 
-def test_a_run_tells_how_many_episodes_it_started_anew(tmp_path: Path) -> None:
+def test_a_run_reports_how_many_episodes_it_started_again(tmp_path: Path) -> None:
     life = 0
 
     async def moody(task: Task, model: Model) -> float:

@@ -144,7 +144,7 @@ async def test_arguments_that_a_program_wrote_again_are_the_same_call() -> None:
     assert scripted.model.diverged_prefixes == 0
 
 
-async def test_conversations_that_take_turns_are_told_apart() -> None:
+async def test_conversations_that_take_turns_are_distinguished() -> None:
     scripted = said("chatml", "one", "two", "three", "four")
     other: Message = {"role": "user", "content": "Another."}
     first = await scripted.model.chat([USER])

@@ -114,7 +114,7 @@ async def test_several_calls_of_one_reply_are_answered_in_order() -> None:
         (call("broken", text="way"), "error: ValueError: no way"),
     ],
 )
-async def test_what_is_wrong_with_a_call_is_told_to_the_model(asked: str, answer: str) -> None:
+async def test_what_is_wrong_with_a_call_is_reported_to_the_model(asked: str, answer: str) -> None:
     episode = await played(asked, "3")
     assert told(episode)[0].startswith(answer)
     assert not episode.failed

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from checkpoints import FileBackend, save_one, score, some_state
+from checkpoint_data import FileBackend, save_one, score, some_state
 from headrace.errors import BackendError, CheckpointError, ConfigError
 from headrace.run.checkpoint import (
     checkpoint_folder,
@@ -152,7 +152,7 @@ async def test_a_missing_or_shortened_file_is_noticed(tmp_path: Path, file: str)
     assert find_damage(folder) is None
 
 
-async def test_if_none_is_whole_that_is_an_error_with_the_remedy_and_nothing_is_renamed(tmp_path: Path) -> None:
+async def test_if_none_is_complete_that_is_an_error_with_the_remedy_and_nothing_is_renamed(tmp_path: Path) -> None:
     for step in (5, 10):
         folder = await save_one(tmp_path, step)
         flip(folder / "weights", 0)

@@ -50,7 +50,7 @@ class FullStream:
     def flush(self) -> None: ...
 
 
-def test_a_log_that_cannot_be_written_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_log_that_cannot_be_written_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     handler: Any = log_to_file(tmp_path)
     own, handler.stream = handler.stream, FullStream()
     for _ in range(3):

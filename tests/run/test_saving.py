@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from checkpoints import FileBackend, SnapshotBackend, save_one, score, some_config, some_state, writer
+from checkpoint_data import FileBackend, SnapshotBackend, save_one, score, some_config, some_state, writer
 from headrace.config.loading import build_config
 from headrace.errors import CheckpointError, ConfigError
 from headrace.run.checkpoint import checkpoint_folder, list_checkpoints, load_newest, step_of
@@ -115,7 +115,7 @@ class SlowBackend(SnapshotBackend):
         super()._write(folder, weights)
 
 
-async def test_training_goes_on_while_a_copy_is_written(tmp_path: Path) -> None:
+async def test_training_continues_while_a_copy_is_written(tmp_path: Path) -> None:
     backend = SlowBackend(5)
     saving = writer(tmp_path, backend)
     await saving.save(some_state(5))
@@ -156,7 +156,7 @@ async def test_closing_waits_and_cancelling_who_waits_cancels_nothing(tmp_path: 
 
 
 @pytest.mark.parametrize("given", [{"save_async": False}, {}])
-async def test_what_is_not_beside_training_is_whole_on_return(tmp_path: Path, given: dict[str, Any]) -> None:
+async def test_what_is_not_saved_asynchronously_is_complete_on_return(tmp_path: Path, given: dict[str, Any]) -> None:
     saving = writer(tmp_path, SnapshotBackend(5), **given)
     await saving.save(some_state(5), last=not given)
     assert steps(tmp_path) == [5]
@@ -168,7 +168,7 @@ def test_asking_for_it_of_a_backend_that_cannot_is_an_error(tmp_path: Path) -> N
         writer(tmp_path, FileBackend(), save_async=True)
 
 
-async def test_a_state_is_saved_as_it_was_however_it_changes_afterwards(tmp_path: Path) -> None:
+async def test_a_state_is_saved_as_it_was_however_it_changes_later(tmp_path: Path) -> None:
     extra = {"ledger": {"commit": 1}}
     backend = SlowBackend(5)
     saving = writer(tmp_path, backend)
@@ -236,7 +236,7 @@ async def test_a_bug_in_a_backend_stays_what_it_is(tmp_path: Path) -> None:
 TMPFS = """
 import asyncio, sys
 from pathlib import Path
-from checkpoints import FileBackend, SnapshotBackend, save_one
+from checkpoint_data import FileBackend, SnapshotBackend, save_one
 from headrace.errors import CheckpointError
 run = Path(sys.argv[1])
 asyncio.run(save_one(run, 5))
@@ -269,11 +269,11 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("step", [10, 15])  # over the one of that step, or a new one, for which the oldest goes
 @pytest.mark.parametrize("kind", ["FileBackend", "SnapshotBackend"])
-def test_a_kill_before_any_operation_on_the_disk_leaves_a_whole_checkpoint(
+def test_a_kill_before_any_operation_on_the_disk_leaves_a_complete_checkpoint(
     tmp_path: Path, step: int, kind: str
 ) -> None:
-    """Each operation of a save in turn is where the process is killed; see killed_saving.py."""
-    script = Path(__file__).parents[1] / "killed_saving.py"
+    """Each operation of a save in turn is where the process is killed; see kill_during_save.py."""
+    script = Path(__file__).parents[1] / "kill_during_save.py"
     done = subprocess.run(
         [sys.executable, str(script), str(tmp_path), kind, str(step)], capture_output=True, text=True, check=False
     )

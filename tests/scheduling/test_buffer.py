@@ -161,7 +161,7 @@ def of_group(group_id: int, rollout_idx: int, reward: float = 1.0, **fields: Any
     return episode(reward, group_id=group_id, rollout_idx=rollout_idx, **fields)
 
 
-def test_a_group_is_whole_when_its_last_episode_comes() -> None:
+def test_a_group_is_complete_when_its_last_episode_comes() -> None:
     kept = buffer()
     assert kept.add_episode(of_group(4, 2), 3) is None and kept.partial_groups == 1
     assert kept.add_episode(of_group(5, 0), 3) is None and kept.partial_groups == 2
@@ -173,7 +173,7 @@ def test_a_group_is_whole_when_its_last_episode_comes() -> None:
     assert len(kept) == 1 and 4 in kept and kept.partial_groups == 1
 
 
-def test_a_group_that_is_dropped_when_whole_leaves_nothing_behind() -> None:
+def test_a_group_that_is_dropped_when_complete_leaves_nothing_behind() -> None:
     kept = buffer(drop_uniform=True)
     assert kept.add_episode(of_group(4, 0), 2) is None
     finished = kept.add_episode(of_group(4, 1), 2)

@@ -154,7 +154,7 @@ class Loops:
     st.none() | st.floats(0.0, 2.0),
     st.none() | st.integers(4, 12),
 )
-def test_nothing_is_lost_no_bound_is_broken_and_it_always_goes_on(
+def test_nothing_is_lost_no_bound_is_broken_and_it_always_progresses(
     policy: type[StalenessPolicy],
     seed: int,
     max_staleness: int,
@@ -324,7 +324,7 @@ def test_wait_names_the_groups_that_the_next_step_would_find_too_old() -> None:
     assert coordinator.due() == []
 
 
-def test_only_drop_throws_whole_groups_away_and_by_their_oldest_token() -> None:
+def test_only_drop_throws_completely_groups_away_and_by_their_oldest_token() -> None:
     for policy in (Count(1), Wait(1), Mask(1), Trust(1), Drop(1)):
         coordinator = SyncCoordinator(policy, 2, version=5)
         coordinator.started(0, EPISODES)
@@ -337,7 +337,7 @@ def test_only_drop_throws_whole_groups_away_and_by_their_oldest_token() -> None:
         assert coordinator.stale() == ([0] if isinstance(policy, Drop) else [])
 
 
-def test_whole_groups_in_order_end_before_the_first_that_still_runs() -> None:
+def test_complete_groups_in_order_end_before_the_first_that_still_runs() -> None:
     coordinator = SyncCoordinator(Count(3), 4)
     started(coordinator, 0, 1, 2, 3)
     for group_id in (3, 1, 0):

@@ -29,7 +29,7 @@ def recorded_row(seconds: np.ndarray, **more: float) -> dict[str, float]:
 
 @examples
 @given(st.lists(st.floats(0.1, 100.0), min_size=1, max_size=6))
-def test_the_durations_of_few_groups_are_told_exactly(seconds: list[float]) -> None:
+def test_the_durations_of_few_groups_are_recovered_exactly(seconds: list[float]) -> None:
     assert recorded_groups(recorded_row(np.array(seconds))) == pytest.approx(sorted(seconds), rel=1e-6)
 
 

@@ -92,7 +92,7 @@ def test_every_simulation_makes_its_steps_and_accounts_for_every_episode(
 
 
 @pytest.mark.parametrize("words", [(), ("--trainer.staleness=drop",), ("--trainer.stream=true",)])
-def test_the_same_seed_gives_the_same_figures_and_another_seed_others(words: tuple[str, ...]) -> None:
+def test_the_same_seed_gives_the_same_metrics_and_another_seed_others(words: tuple[str, ...]) -> None:
     assert simulated(*words) == simulated(*words)
     assert simulated(*words) != simulated("--run.seed=1", *words)
 
@@ -113,7 +113,7 @@ def test_at_every_event_the_account_holds_and_no_more_runs_than_may(policy: str)
 # ---- closed forms ----------------------------------------------------------------------------------------------------
 
 
-def test_in_step_a_batch_takes_as_long_as_its_slowest_group_and_the_learning() -> None:
+def test_synchronous_a_batch_takes_as_long_as_its_slowest_group_and_the_learning() -> None:
     outcome = simulate(even("--trainer.max_staleness=0"))
     assert outcome.steps_per_s == pytest.approx(1 / (10 + 4))
     assert outcome.groups_per_s == pytest.approx(4 / (10 + 4))
@@ -122,13 +122,13 @@ def test_in_step_a_batch_takes_as_long_as_its_slowest_group_and_the_learning() -
     assert (outcome.staleness_mean, outcome.staleness_max, outcome.ages) == (0.0, 0, (45 * 4 * 2 * 8,))
 
 
-def test_in_step_with_few_places_groups_queue_for_them() -> None:
+def test_synchronous_with_few_slots_groups_queue_for_them() -> None:
     outcome = simulate(even("--trainer.max_staleness=0", "--rollout.max_concurrent=6"))  # 3 groups: two rounds
     assert outcome.steps_per_s == pytest.approx(1 / (2 * 10 + 4))
     assert outcome.generation_busy == pytest.approx((3 * 10 + 10) / (24 * 3))
 
 
-def test_in_step_the_slowest_of_random_groups_sets_the_pace() -> None:
+def test_synchronous_the_slowest_of_random_groups_sets_the_pace() -> None:
     words = ("--trainer.max_staleness=0", "--simulate.slow_share=0.2", "--simulate.group_spread=0")
     outcome = simulated(*words, "--simulate.slow_factor=5", "--simulate.steps=1500", "--simulate.warmup=0")
     some_slow = 1 - 0.8**4
@@ -262,7 +262,7 @@ def test_the_simulator_predicts_what_the_trainer_does(
     assert found["staleness_mean"]["ratio"] == pytest.approx(1.0, abs=0.1)
 
 
-def test_what_can_never_go_on_is_an_error_and_not_a_hang() -> None:
+def test_what_can_never_progress_is_an_error_and_not_a_hang() -> None:
     class Nothing:
         failed_share = filtered_share = 0.0
         include_queueing = False

@@ -71,7 +71,7 @@ def test_where_each_policy_acts() -> None:
 
 
 @pytest.mark.parametrize("policy", [Count, Drop, Wait])
-def test_policies_of_whole_groups_leave_rows_as_they_are(policy: type[StalenessPolicy]) -> None:
+def test_policies_of_complete_groups_leave_rows_as_they_are(policy: type[StalenessPolicy]) -> None:
     rows = [row([0, 5, 9]), row([NO_VERSION, 9])]
     assert policy(2).to_measure(rows, NOW) == []
     assert limit(policy(2), rows) == ([(1, 1, 1), (0, 1)], {})
@@ -139,7 +139,7 @@ def test_trust_measures_old_rows_and_no_others() -> None:
     assert taught(2, *[0.5] * 32).to_measure(rows, NOW) == [1, 2]
 
 
-def test_an_old_row_on_which_the_policy_has_not_moved_is_trained_whole() -> None:
+def test_an_old_row_on_which_the_policy_has_not_moved_is_trained_completely() -> None:
     policy = taught(2, *[0.5] * 32)
     masks, figures = limit(policy, [row([0, 0, 0])], {0: moved(1.0, -1.0, 0.9)})
     assert masks == [(1, 1, 1)]

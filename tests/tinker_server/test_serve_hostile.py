@@ -94,7 +94,7 @@ def test_without_the_key_nothing_is_answered(url: str, headers: dict[str, Any]) 
         assert answer.status_code == 401 and "TINKER_API_KEY" in answer.json()["detail"]
 
 
-def test_the_sdk_is_told_of_a_wrong_key_at_once(url: str) -> None:
+def test_the_sdk_is_reported_a_wrong_key_at_once(url: str) -> None:
     began = time.monotonic()
     with pytest.raises(tinker.AuthenticationError, match="TINKER_API_KEY"):
         tinker.ServiceClient(base_url=url, api_key="tml-wrong").get_server_capabilities()
@@ -120,7 +120,7 @@ def test_the_sdk_is_told_of_a_wrong_key_at_once(url: str) -> None:
         (row([1, 2, 3]), "custom", 'unknown loss "custom"'),
     ],
 )
-def test_bad_data_are_refused_with_a_sentence_and_the_model_goes_on(
+def test_bad_data_are_refused_with_a_sentence_and_the_model_continues(
     service: tinker.ServiceClient, datum: types.Datum, loss: Any, sentence: str
 ) -> None:
     model = new_model(service)
@@ -278,7 +278,7 @@ def test_snapshots_that_were_pushed_out_say_so(service: tinker.ServiceClient) ->
         assert sampler.sample(prompt, 1, params).result().sequences
 
 
-def test_a_cancelled_sample_stops_and_others_go_on(url: str) -> None:
+def test_a_cancelled_sample_stops_and_others_continue(url: str) -> None:
     def ask(count: int, length: int) -> str:
         params = {"max_tokens": length, "stop": []}
         prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}

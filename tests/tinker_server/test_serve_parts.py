@@ -47,7 +47,7 @@ async def test_results_beyond_the_bound_are_dropped_those_first_that_were_fetche
         assert await promises.wait(name, 1)
 
 
-async def test_a_result_is_waited_for_no_longer_than_told() -> None:
+async def test_a_result_is_waited_for_no_longer_than_asked() -> None:
     promises = Promises(1000)
     add(promises, "never")
     assert await promises.wait("never", 0.01) is None
@@ -83,7 +83,7 @@ async def test_a_closed_line_fails_what_waits() -> None:
     assert outcome is not None and "unloaded" in json.loads(outcome.body)["error"]
 
 
-def test_checkpoints_come_back_expire_and_are_replaced_as_a_whole(tmp_path: Path) -> None:
+def test_checkpoints_come_back_expire_and_are_replaced_atomically(tmp_path: Path) -> None:
     store, path = Store(tmp_path), CheckpointPath.parse("tinker://run:train:0/weights/a")
     held = {"weights": {"w": torch.arange(3.0)}, "optimizer": {"w/step": torch.tensor(2.0)}}
     store.write(path, "bundled", SHAPE, held)
@@ -131,7 +131,7 @@ def test_a_kill_while_a_checkpoint_is_replaced_keeps_the_old_one(tmp_path: Path)
         ({"port": 70000}, "--port must be"),
     ],
 )
-def test_wrong_options_are_told_before_anything_is_loaded(given: dict[str, object], sentence: str) -> None:
+def test_wrong_options_are_reported_before_anything_is_loaded(given: dict[str, object], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         ServeOptions(**given)  # type: ignore[arg-type]
     ServeOptions(host="0.0.0.0", api_key="tml-1")

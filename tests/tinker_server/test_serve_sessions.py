@@ -129,7 +129,7 @@ def test_an_absurd_life_is_refused(ttl_s: int) -> None:
     assert refused.value.status == 400 and len(str(refused.value)) < 300
 
 
-def test_a_moment_beyond_all_calendars_can_be_told() -> None:
+def test_a_moment_beyond_all_calendars_can_be_shown() -> None:
     assert moment(1e300).startswith("9999-")
 
 

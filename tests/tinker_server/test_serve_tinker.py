@@ -342,7 +342,7 @@ def test_stops_lengths_and_greed(service: tinker.ServiceClient) -> None:
     assert top.tokens == whole.tokens
 
 
-def test_the_likeliest_tokens_are_told(service: tinker.ServiceClient) -> None:
+def test_the_likeliest_tokens_are_returned(service: tinker.ServiceClient) -> None:
     sampler = service.create_sampling_client(base_model="bundled")
     result = sampler.sample(
         types.ModelInput.from_ints(PROMPT), 1, types.SamplingParams(max_tokens=4, temperature=0.0, stop=[]),
@@ -367,7 +367,7 @@ def loss_after_a_step(model: tinker.TrainingClient, data: list[types.Datum]) -> 
     return losses
 
 
-def test_a_state_goes_on_exactly_where_it_was_saved(service: tinker.ServiceClient) -> None:
+def test_a_state_continues_exactly_where_it_was_saved(service: tinker.ServiceClient) -> None:
     model, data = trained(service), batch("cross_entropy")
     path = model.save_state("half-way").result().path
     resumed = service.create_training_client_from_state_with_optimizer(path)
@@ -378,7 +378,7 @@ def test_a_state_goes_on_exactly_where_it_was_saved(service: tinker.ServiceClien
     assert without[0] == went_on[0] and without[1] != went_on[1], "the optimizer was to begin anew"
 
 
-def test_checkpoints_are_listed_told_of_and_deleted(service: tinker.ServiceClient, url: str) -> None:
+def test_checkpoints_are_listed_described_and_deleted(service: tinker.ServiceClient, url: str) -> None:
     model = new_model(service, user_metadata={"what": "test"})
     state, weights = model.save_state("one").result().path, model.save_weights_for_sampler("two").result().path
     rest = tinker.RestClient(base_url=url, api_key=KEY)
@@ -395,7 +395,7 @@ def test_checkpoints_are_listed_told_of_and_deleted(service: tinker.ServiceClien
         service.create_sampling_client(model_path=state)
 
 
-def test_a_name_is_not_saved_over_unless_told(service: tinker.ServiceClient) -> None:
+def test_a_name_is_not_saved_over_unless_asked(service: tinker.ServiceClient) -> None:
     model = new_model(service)
     model.save_state("same").result()
     with pytest.raises(tinker.RequestFailedError, match="exists"):
@@ -424,7 +424,7 @@ def test_a_server_that_was_killed_and_started_again_has_what_was_saved(tmp_path:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])
-def test_models_of_other_families_are_trained_and_sampled_alike(tmp_path: Path, family: str) -> None:
+def test_models_of_other_families_are_trained_and_sampled_too(tmp_path: Path, family: str) -> None:
     folder = saved_model(family, tmp_path / "model")
     options = ServeOptions(model=str(folder), name="mine", port=0, folder=tmp_path)
     with running(options) as url, client(url) as service:

@@ -81,7 +81,7 @@ def run_through(tracker: Tracker | TrackerSet, run_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("fails_in", ["start", "log", "message"])
-def test_a_failing_tracker_warns_once_and_the_others_go_on(tmp_path: Path, fails_in: str) -> None:
+def test_a_failing_tracker_warns_once_and_the_others_continue(tmp_path: Path, fails_in: str) -> None:
     bad, good = Recorder(fails_in), Recorder()
     with pytest.warns(RuntimeWarning, match=r'"bad".*OSError: disk full') as caught:
         run_through(TrackerSet({"bad": bad, "good": good}), tmp_path)
@@ -268,7 +268,7 @@ def live_view(steps: Mapping[int, Mapping[str, float]], tmp_path: Path, total: i
     return out.getvalue().rsplit("╭", 1)[1], out.getvalue()
 
 
-def test_the_live_view_shows_the_key_figures(tmp_path: Path) -> None:
+def test_the_live_view_shows_the_key_metrics(tmp_path: Path) -> None:
     first = EVAL | {"eval/countdown/pass@1": 0.12}
     view, sent = live_view({0: first, 1: STEP | {"reward/mean": 0.2}, 2: STEP | EVAL}, tmp_path)
     for shown in ("demo", "2/60", "30s · 9m 40s left", "0.200 →  0.412", "0.120 →  0.310", "▁█", "0.270–0.350"):

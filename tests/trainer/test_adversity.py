@@ -23,7 +23,7 @@ from headrace.ledger.files import connect_writer
 from headrace.trainer.callbacks import Callback, Metrics, TrainerHandle
 
 TESTS = Path(__file__).parents[1]
-SCENARIO = "null_in_step"
+SCENARIO = "null_synchronous"
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def train_with(run_dir: Path, callback: Callback) -> None:
 
 
 @pytest.mark.parametrize("pages", [24, 28, 33])
-def test_a_ledger_that_cannot_grow_ends_the_run_which_goes_on_when_it_can(
+def test_a_ledger_that_cannot_grow_ends_the_run_which_resumes_when_it_can(
     tmp_path: Path, reference: Path, monkeypatch: pytest.MonkeyPatch, pages: int
 ) -> None:
     def connect(path: Path) -> sqlite3.Connection:
@@ -148,7 +148,7 @@ def test_a_clock_that_jumps_changes_nothing(tmp_path: Path, reference: Path, mon
 # ---- two at once -----------------------------------------------------------------------------------------------------
 
 
-def test_a_second_process_is_refused_and_the_first_goes_on(tmp_path: Path, reference: Path) -> None:
+def test_a_second_process_is_refused_and_the_first_continues(tmp_path: Path, reference: Path) -> None:
     said: list[str] = []
 
     def rival() -> None:

@@ -49,7 +49,7 @@ async def varied(task: Task, model: Model) -> float:
     return float(sum(reply.completion_ids) % 5)
 
 
-def test_at_bound_zero_the_separate_engine_gives_the_bits_of_training_in_step(tmp_path: Path) -> None:
+def test_at_bound_zero_the_separate_engine_gives_the_bits_of_synchronous_training(tmp_path: Path) -> None:
     same: dict[str, Any] = {"run": {"dir": str(tmp_path), "deterministic": True}}
     ten = {"steps": 10, "batch_size": 3}
     in_step = train(tmp_path, varied, **{"run": {**same["run"], "name": "a"}, "trainer": ten})

@@ -40,7 +40,7 @@ def recorder(asynchronous: bool = False) -> tuple[Callback, list[tuple[Any, ...]
     return made, told
 
 
-def test_every_event_is_told_in_the_same_order_in_every_schedule(tmp_path: Path) -> None:
+def test_every_event_is_reported_in_the_same_order_in_every_schedule(tmp_path: Path) -> None:
     wanted: list[tuple[Any, ...]] = [("train_start",), ("epoch_start", 0)]
     for step in range(3):  # 9 tasks: an epoch is three batches of three
         wanted += [("batch_start", step), ("policy_updated", step + 1, f"weights {step + 1}"), ("batch_end", step + 1)]
@@ -55,7 +55,7 @@ def test_every_event_is_told_in_the_same_order_in_every_schedule(tmp_path: Path)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_an_evaluation_is_told_before_the_end_of_its_step_in_step_and_beside_it_ahead(
+def test_an_evaluation_is_reported_within_its_step_when_synchronous_and_concurrently_when_ahead(
     tmp_path: Path, asynchronous: bool
 ) -> None:
     callback, told = recorder(asynchronous)
@@ -203,7 +203,7 @@ def test_what_a_callback_returns_is_tracked_and_seen_by_those_after_it(tmp_path:
     assert '"mine/before": 5.0' in before and "eval/held_out/pass@1" in before
 
 
-def test_a_callback_named_in_the_run_file_is_made_and_told(tmp_path: Path) -> None:
+def test_a_callback_named_in_the_run_file_is_made_and_called(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "from headrace.trainer.callbacks import Callback\n"
         "class Named(Callback):\n"
@@ -272,7 +272,7 @@ def test_a_slow_callback_before_an_evaluation_does_not_make_it_one_of_later_weig
 
 @pytest.mark.parametrize("placement", ["colocate", "separate"])
 @pytest.mark.parametrize("partial", [True, False])
-def test_in_step_nothing_is_generated_beside_a_callback_or_an_evaluation(
+def test_synchronous_nothing_is_generated_beside_a_callback_or_an_evaluation(
     tmp_path: Path, placement: str, partial: bool
 ) -> None:
     async def look(self: Callback, *arguments: Any) -> None:

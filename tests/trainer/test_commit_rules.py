@@ -173,7 +173,9 @@ def test_a_run_is_finished_only_when_its_ledger_is(tmp_path: Path, monkeypatch: 
     assert finished.exists()
 
 
-def test_a_held_batch_is_lost_whole_if_the_run_is_killed_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_held_batch_is_lost_completely_if_the_run_is_killed_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What another process sees while the writer is held: no batch, no decision, no update."""
     trainer = null_trainer(tmp_path, **SECTIONS)
     with (

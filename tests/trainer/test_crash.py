@@ -22,8 +22,8 @@ from crash_checks import check_run, check_same
 from crash_scenarios import SCENARIOS, TASKS
 from headrace.trainer.replay import Replay
 
-MODEL = ("in_step", "in_step_apart", "ahead", "ahead_apart")
-NULL = ("null_in_step", "null_ahead")
+MODEL = ("synchronous", "synchronous_separate", "ahead", "ahead_separate")
+NULL = ("null_synchronous", "null_ahead")
 EPOCHS = tuple(name for name in SCENARIOS if name.startswith("epochs_"))
 OTHERS = tuple(name for name in SCENARIOS if name not in (*MODEL, *NULL, *EPOCHS))
 
@@ -63,26 +63,26 @@ def engine_killed(scenario: str, seed: int, controller_too: bool) -> Case:
 
 
 SLICE = [
-    *(at_boundary("null_in_step", event, WHEN[i % 3], 0.5) for i, event in enumerate(EVENTS)),
+    *(at_boundary("null_synchronous", event, WHEN[i % 3], 0.5) for i, event in enumerate(EVENTS)),
     *(at_boundary("null_ahead", event, WHEN[(i + 1) % 3], 0.5) for i, event in enumerate(EVENTS)),
     *(at_boundary(EPOCHS[i], event, "kept", 0.6) for i, event in enumerate(("dispatched", "whole", "called") * 2)),
-    *(at_boundary("in_step", event, "kept", 0.6) for event in ("called", "batch", "update", "checkpoint")),
-    *(at_random("in_step", seed) for seed in (100, 101)),
+    *(at_boundary("synchronous", event, "kept", 0.6) for event in ("called", "batch", "update", "checkpoint")),
+    *(at_random("synchronous", seed) for seed in (100, 101)),
     at_random("ahead", 100),
 ]
 BOUNDARIES = [
     *(at_boundary(scenario, event, when, nth) for scenario in NULL for event in EVENTS for when in WHEN
       for nth in (0.0, 0.5, 1.0)),
-    *(at_boundary("in_step", event, when, 0.4) for event in EVENTS for when in WHEN),
-    *(at_boundary("in_step_apart", event, "kept", 0.7) for event in EVENTS),
+    *(at_boundary("synchronous", event, when, 0.4) for event in EVENTS for when in WHEN),
+    *(at_boundary("synchronous_separate", event, "kept", 0.7) for event in EVENTS),
     *(at_boundary("ahead", event, "before", 0.3) for event in EVENTS),
-    *(at_boundary("ahead_apart", event, "kept", 0.6) for event in EVENTS),
+    *(at_boundary("ahead_separate", event, "kept", 0.6) for event in EVENTS),
     *(at_boundary(scenario, event, "kept", nth) for scenario in (*EPOCHS, *OTHERS)
       for event in ("dispatched", "whole", "trained", "update") for nth in (0.3, 0.8)),
 ]  # fmt: skip
 RANDOM = [*(at_random(name, seed) for name in (*MODEL, *NULL) for seed in range(8)), *(at_random(n, 0) for n in OTHERS)]
 ENGINE = [
-    engine_killed(name, seed, seed % 2 == 1) for name in MODEL if name.endswith("apart") for seed in range(4)
+    engine_killed(name, seed, seed % 2 == 1) for name in MODEL if name.endswith("separate") for seed in range(4)
 ]  # fmt: skip
 
 
@@ -178,7 +178,9 @@ def test_a_slice_of_the_matrix(case: Case, outcomes: Outcomes) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [case for case in RANDOM if case.scenario in ("ahead", "ahead_apart")][::4], ids=str)
+@pytest.mark.parametrize(
+    "case", [case for case in RANDOM if case.scenario in ("ahead", "ahead_separate")][::4], ids=str
+)
 def test_what_a_killed_run_recorded_gives_its_weights_again(case: Case, outcomes: Outcomes) -> None:
     run_dir = outcomes[str(case)].result().run_dir
     made = list(Replay(run_dir))

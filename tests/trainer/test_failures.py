@@ -187,7 +187,7 @@ def test_a_learner_that_cannot_measure_old_rows_ends_the_run(tmp_path: Path, mon
 
 
 @every_schedule
-def test_weights_that_cannot_be_published_at_the_start_end_the_run(
+def test_weights_that_cannot_be_synced_at_the_start_end_the_run(
     tmp_path: Path, schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     break_method(monkeypatch, NullBackend, "publish", error=WeightSyncError("they did not arrive"))
@@ -327,7 +327,7 @@ def test_a_judger_that_breaks_or_hangs_fails_its_episode(tmp_path: Path, schedul
 
 
 @every_schedule
-def test_a_hung_tool_is_cut_by_the_time_limit_and_the_run_goes_on(tmp_path: Path, schedule: str) -> None:
+def test_a_hung_tool_is_cut_by_the_time_limit_and_the_run_continues(tmp_path: Path, schedule: str) -> None:
     async def hung(task: Task, model: Model) -> float:
         if by_number(task, 4):
             await asyncio.Event().wait()

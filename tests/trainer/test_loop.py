@@ -209,7 +209,7 @@ async def test_a_distilled_workflow_says_the_same() -> None:
     assert (await roll_out(run, FakeEngine(in_turn("draft", "critique", "final")))).text == "final"
 
 
-async def test_a_distilled_workflow_that_returns_nonsense_is_told_what_is_wanted() -> None:
+async def test_a_distilled_workflow_that_returns_nonsense_gets_an_error_that_says_what_is_wanted() -> None:
     @self_distill(lambda task, step: task.messages)
     async def run(task: Task, model: Model) -> Any:
         await model.chat(task.messages)
@@ -327,7 +327,7 @@ async def test_a_judger_may_give_whatever_is_a_number(score: Any) -> None:
 
 
 @pytest.mark.parametrize("score", [None, "1.0", [1.0]])
-async def test_a_judger_that_gives_no_number_fails_the_episode_and_is_told_so(score: Any) -> None:
+async def test_a_judger_that_gives_no_number_fails_the_episode_and_is_reported_so(score: Any) -> None:
     episode = await roll_out(single_turn, judger=FunctionJudger(lambda task, text: score))
     assert episode.error == f"WorkflowError: a judger gives a number as reward, got {score!r}"
 
@@ -450,7 +450,7 @@ async def test_an_engine_failure_inside_a_task_group_of_the_workflow_is_raised()
         await roll_out(run, FakeEngine(breaks="out of memory"))
 
 
-async def test_the_error_inside_a_task_group_of_the_workflow_is_the_one_that_is_told() -> None:
+async def test_the_error_inside_a_task_group_of_the_workflow_is_the_one_that_is_reported() -> None:
     async def break_down() -> None:
         raise RuntimeError("no such tool")
 
@@ -480,7 +480,7 @@ async def test_a_prompt_that_outgrows_the_model_ends_its_episode_which_is_judged
     assert (episode.task_id, episode.group_id, episode.rollout_idx, episode.seed) == ("task 7", 3, 1, 11)
 
 
-async def test_its_siblings_go_on() -> None:
+async def test_its_siblings_continue() -> None:
     first = iter([True, False])
 
     async def run(task: Task, model: Model) -> float:
@@ -514,7 +514,7 @@ async def test_a_prompt_that_is_too_long_inside_a_task_group_of_the_workflow_is_
     assert (episode.termination, episode.failed) == ("length", True)
 
 
-async def test_a_workflow_may_catch_it_and_go_on() -> None:
+async def test_a_workflow_may_catch_it_and_continue() -> None:
     async def run(task: Task, model: Model) -> float:
         try:
             await talk_on(task, model)

@@ -132,7 +132,7 @@ def test_no_token_older_than_the_bound_is_trained_whatever_the_delays(
     check(ran, 15, bound, policy)
 
 
-def test_in_step_every_placement_and_piecing_trains_the_same_rows(tmp_path: Path) -> None:
+def test_synchronous_every_placement_and_piecing_trains_the_same_rows(tmp_path: Path) -> None:
     runs = [
         null_run(tmp_path / f"{number}", null=Null(heavy_tail, 1.0), trainer=trainer, run={"deterministic": True})
         for number, trainer in enumerate(schedules(max_staleness=0))
@@ -154,7 +154,7 @@ def test_drop_starts_others_in_place_of_what_it_throws_away(tmp_path: Path) -> N
     assert last["episodes/trained"] == 20 * 3 * 2
 
 
-def test_trust_trains_old_rows_whole_while_the_policy_has_hardly_moved(tmp_path: Path) -> None:
+def test_trust_trains_old_rows_completely_while_the_policy_has_hardly_moved(tmp_path: Path) -> None:
     trainer = {"steps": 40, "max_staleness": 1, "placement": "separate"}
     ran = null_run(tmp_path, null=Null(heavy_tail, 0.1), trainer=trainer)
     old = [row for row in ran.rows if row.get("staleness/overage_rows")]
@@ -162,7 +162,7 @@ def test_trust_trains_old_rows_whole_while_the_policy_has_hardly_moved(tmp_path:
     assert any(row["staleness/masked_tokens"] == 0 for row in old)
 
 
-def test_wait_goes_on_after_steps_that_took_more_groups_than_their_batch_has(tmp_path: Path) -> None:
+def test_wait_continues_after_steps_that_took_more_groups_than_their_batch_has(tmp_path: Path) -> None:
     trainer = {"steps": 60, "batch_size": 1, "max_staleness": 4, "staleness": "wait", "placement": "separate"}
     ran = null_run(tmp_path, null=Null(heavy_tail, 0.1), callbacks=[Watcher()], trainer=trainer)
     check(ran, 60, 4, "wait")
@@ -287,7 +287,7 @@ def test_two_updates_per_batch_are_two_steps_and_one_version(tmp_path: Path) -> 
         assert max(ran.backend.ages) <= trainer["max_staleness"]
 
 
-def test_a_batch_of_fewer_rows_than_updates_makes_fewer_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_batch_of_fewer_rows_than_updates_makes_fewer_and_the_run_continues(tmp_path: Path) -> None:
     ran = null_run(tmp_path, trainer={"steps": 8, "batch_size": 1, "updates_per_batch": 3})
     assert len(ran.backend.steps) == ran.result.steps == 8
     assert [row["step"] for row in ran.rows] == [2, 4, 6, 8]  # two rows each
@@ -299,7 +299,7 @@ def test_groups_that_are_reused_take_part_in_every_update_of_their_batch(tmp_pat
     assert [len(samples) for _, samples in ran.backend.steps[2:]] == [4] * 6  # half of 8 rows
 
 
-def test_a_short_last_batch_of_an_epoch_is_trained_short_in_step(tmp_path: Path) -> None:
+def test_a_short_last_batch_of_an_epoch_is_trained_short_when_synchronous(tmp_path: Path) -> None:
     ran = null_run(tmp_path, scattered, some_tasks(7), data={"drop_last": False})
     assert [row["batch/rows"] for row in ran.rows] == [6, 6, 2, 6, 6, 2]
 
@@ -413,7 +413,7 @@ def test_a_resumed_run_trains_every_task_that_was_unfinished(tmp_path: Path, pol
         assert Counter(task for _, task in groups) + unfinished(state, tasks, 3) == drawn(state, tasks, 3)
 
 
-def test_a_stopped_run_in_step_goes_on_to_the_same_rows(tmp_path: Path) -> None:
+def test_a_stopped_synchronous_run_resumes_to_the_same_rows(tmp_path: Path) -> None:
     for number, trainer in enumerate(schedules(max_staleness=0, staleness="count", steps=6)):
         given: dict[str, Any] = {"trainer": trainer, "null": Null(heavy_tail, 1.0), "run": {"deterministic": True}}
         one = null_run(tmp_path / f"{number} whole", **given)

@@ -97,7 +97,7 @@ def wait_for(ready: Callable[[], bool], process: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.parametrize("number", STOP)
-def test_a_signal_to_the_group_finishes_the_step_and_saves_and_the_run_goes_on(
+def test_a_signal_to_the_group_finishes_the_step_and_saves_and_the_run_continues(
     tmp_path: Path, start: Start, number: signal.Signals
 ) -> None:
     process = start()

@@ -89,7 +89,7 @@ class StopAt:
             self._trainer.stop()
 
 
-def test_an_interrupted_run_goes_on_to_the_same_weights(tmp_path: Path) -> None:
+def test_an_interrupted_run_resumes_to_the_same_weights(tmp_path: Path) -> None:
     whole = UnifiedTrainer(small(tmp_path, "--run.name=whole", "--trainer.steps=4")).fit()
     part = UnifiedTrainer(
         small(tmp_path, "--run.name=part", "--trainer.steps=4", "--track.trackers", '["jsonl", "stopper"]')
@@ -186,7 +186,7 @@ def test_an_own_loss_or_estimator_of_the_wrong_form_is_named(
         UnifiedTrainer(small(tmp_path, f"--algorithm.{setting}={tmp_path / 'mine.py'}:own")).fit()
 
 
-def test_some_failing_episodes_are_counted_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_some_failing_episodes_are_counted_and_the_run_continues(tmp_path: Path) -> None:
     calls = 0
 
     async def shaky(task: Task, model: Model) -> float:
@@ -228,7 +228,7 @@ def test_too_few_tasks_for_a_batch_is_a_clear_error(tmp_path: Path) -> None:
         UnifiedTrainer(small(tmp_path, "--data.args.count=4", "--trainer.batch_size=8")).fit()
 
 
-def test_a_signal_to_the_engine_too_finishes_the_step_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
+def test_a_signal_to_the_engine_too_finishes_the_step_saves_and_says_how_to_resume(tmp_path: Path) -> None:
     """As systemd and Slurm send it, to every process of the job: the step needs the engine to its end."""
     command = [sys.executable, "-m", "headrace", "train", str(EXAMPLE), "--run-dir", str(tmp_path / "r"),
                "--trainer.steps", "500", "--trainer.batch_size", "2", "--eval.before", "false",

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from checkpoints import some_config
+from checkpoint_data import some_config
 from headrace.run.checkpoint_writer import steps_to_keep
 from headrace.trainer.callbacks import Saving
 from null_backend import null_trainer

@@ -46,7 +46,7 @@ def test_what_a_program_needs_is_passed_on_and_the_rest_by_name() -> None:
     assert [name for name, value in found.items() if value == "secret"] == ["KEY"]
 
 
-def test_a_variable_that_is_not_there_is_told_with_the_setting() -> None:
+def test_a_variable_that_is_not_there_is_reported_with_the_setting() -> None:
     with pytest.raises(ConfigError, match=r'environment of the external agent gives KEY the value of "\$NOT_THERE"'):
         ExternalAgent(["python", "x.py"], environment={"KEY": "$NOT_THERE"})
     with pytest.raises(ConfigError, match='env of the MCP server "sums"'):

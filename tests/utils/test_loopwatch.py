@@ -9,7 +9,7 @@ from headrace.utils.loopwatch import watched_loop
 from headrace.utils.usercode import where_it_failed
 
 
-async def test_a_line_that_blocks_is_told_once() -> None:
+async def test_a_line_that_blocks_is_reported_once() -> None:
     told: list[str] = []
     with watched_loop(told.append, blocked_s=0.2):
         for _ in range(2):
@@ -19,7 +19,7 @@ async def test_a_line_that_blocks_is_told_once() -> None:
     assert "test_loopwatch.py" in text and "time.sleep(0.8)" in text and "asyncio.to_thread" in text
 
 
-async def test_a_loop_that_goes_on_is_left_alone() -> None:
+async def test_a_loop_that_runs_is_left_alone() -> None:
     told: list[str] = []
     with watched_loop(told.append, blocked_s=0.5):
         await asyncio.to_thread(time.sleep, 1.2)

@@ -85,7 +85,7 @@ def _serve(connection: socket.socket) -> None:
 
     from headrace.engines.process import worker
     from headrace.models.llama import LlamaModel
-    from pace import slowed
+    from slow_models import slowed
 
     assert transformers
     LlamaModel.decode_and_sample = slowed(LlamaModel.decode_and_sample)

@@ -193,7 +193,7 @@ def test_a_wrong_value_is_one_sentence_with_place_and_value(values: dict[str, An
     assert "Value error" not in said
 
 
-def test_all_mistakes_are_told_at_once() -> None:
+def test_all_mistakes_are_reported_at_once() -> None:
     said = mistake({"trainer": {"steps": -1}, "rnu": {}})
     assert "trainer.steps" in said and 'unknown key "rnu"' in said and "; " in said
 

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import checkpoints
+import checkpoint_data
 from headrace.run.checkpoint import load_newest
 from headrace.run.checkpoint_writer import tidy
 
@@ -25,7 +25,7 @@ def killed_at(operation: int, run_dir: Path, kind: str, step: int) -> bool:
     pid = os.fork()
     if not pid:
         _kill_at(operation, run_dir)
-        asyncio.run(checkpoints.save_one(run_dir, step, _backend(kind, step)))
+        asyncio.run(checkpoint_data.save_one(run_dir, step, _backend(kind, step)))
         os._exit(0)
     _, status = os.waitpid(pid, 0)
     if os.WIFSIGNALED(status):
@@ -53,18 +53,18 @@ def _is_ours(arguments: tuple[Any, ...], run_dir: Path) -> bool:
 
 
 def _backend(kind: str, step: int) -> Any:
-    return getattr(checkpoints, kind)(step)
+    return getattr(checkpoint_data, kind)(step)
 
 
 def look_at(run_dir: Path) -> None:
     """One of the newer checkpoints is whole, and the run can be saved on."""
     tidy(run_dir)
-    backend: Any = checkpoints.FileBackend()
+    backend: Any = checkpoint_data.FileBackend()
     told: list[str] = []
     state = asyncio.run(load_newest(run_dir, backend, told.append))
     assert state is not None and state.step == backend.weights and state.step >= 10, (state, backend.weights)
     assert len(told) == 1, told  # nothing was passed over: what bears the name is whole
-    asyncio.run(checkpoints.save_one(run_dir, 20))
+    asyncio.run(checkpoint_data.save_one(run_dir, 20))
     assert not list((run_dir / "checkpoints").glob(".*"))
 
 
@@ -74,7 +74,7 @@ def main(place: Path, kind: str, step: int) -> None:
     while killed:
         run_dir = place / str(kills)
         for before in (5, 10):
-            asyncio.run(checkpoints.save_one(run_dir, before))
+            asyncio.run(checkpoint_data.save_one(run_dir, before))
         killed = killed_at(kills, run_dir, kind, step)
         look_at(run_dir)
         shutil.rmtree(run_dir)

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from checkpoints import save_one
+from checkpoint_data import save_one
 from headrace.config import RunConfig
 from headrace.config import compatibility as resume
 from headrace.config.loading import build_config
@@ -49,7 +49,7 @@ def stored(folder: Path) -> dict[str, Any]:
 # ---- which folder ----------------------------------------------------------------------------------------------------
 
 
-async def test_an_unfinished_run_is_gone_on_with_and_a_finished_one_left_alone(tmp_path: Path) -> None:
+async def test_an_unfinished_run_is_resumed_and_a_finished_one_left_alone(tmp_path: Path) -> None:
     first = await begin(tmp_path)
     again = claim(tmp_path)
     assert (again.folder, again.resumes, again.notes) == (first, True, ()) and first == tmp_path / "try"
@@ -160,7 +160,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("what", ALLOWED)
-async def test_an_allowed_change_is_told_and_written_down(tmp_path: Path, what: str) -> None:
+async def test_an_allowed_change_is_reported_and_written_down(tmp_path: Path, what: str) -> None:
     sections, says = ALLOWED[what]
     await begin(tmp_path)
     found = claim(tmp_path, **sections)
@@ -190,7 +190,7 @@ async def test_what_changes_rounding_is_refused_in_a_deterministic_run(tmp_path:
     assert claim(tmp_path, run=exact, engine={"max_batch": 4}).resumes
 
 
-async def test_more_steps_of_a_falling_learning_rate_are_told_of(tmp_path: Path) -> None:
+async def test_more_steps_of_a_falling_learning_rate_are_reported(tmp_path: Path) -> None:
     await begin(tmp_path, optimizer={"schedule": "cosine"})
     found = claim(tmp_path, optimizer={"schedule": "cosine"}, trainer={"steps": 200})
     assert found.notes[1] == "the learning rate follows the schedule of 200 steps from here on"
