@@ -1,1 +1,1 @@
-"""What is optimised: filters, advantages, preference pairs, losses, objectives, and the packing of batches."""
+"""What is optimised: facts, filters, advantages, preference pairs, losses, objectives, and the packing of batches."""

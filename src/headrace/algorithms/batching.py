@@ -28,7 +28,7 @@ def pack(
 ) -> TrainBatch:  # fmt: skip
     """Rows with their weights, in micro-batches. `together` rows (2 for preference pairs) count as one sequence.
 
-    `groups_apart` lets no micro-batch hold rows of two groups: then a step computes the same bits whether its groups
+    With `groups_apart` no micro-batch holds rows of two groups. Then a step computes the same bits whether its groups
     came all at once or one by one.
     """
     per_row = algorithm.aggregation == "sequence_mean_token_mean"
@@ -50,7 +50,7 @@ def split(batch: TrainBatch, algorithm: AlgorithmSection, micro_batch_tokens: in
 
 
 def grad_scale(batches: Sequence[TrainBatch], algorithm: AlgorithmSection) -> float:
-    """What the summed gradient of a whole optimizer step is multiplied with.
+    """The factor of the summed gradient of a complete optimizer step.
 
     It counts over the step, not per micro-batch, or short micro-batches would be upweighted.
     """

@@ -50,7 +50,7 @@ def distilled_advantages(
 def with_teacher(
     group: TrajectoryGroup, scores: Mapping[int, Sequence[float]], section: DistillSection
 ) -> TrajectoryGroup:
-    """The group with advantages from the teacher's scores, which are kept by the identity of their Step."""
+    """The group with advantages from the teacher's scores, by the `id` of their Step."""
 
     def taught(step: Step) -> Step:
         if step.logprobs is None:

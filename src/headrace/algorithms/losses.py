@@ -1,6 +1,6 @@
 """Policy losses: pure functions of flat tensors over the trained tokens of a micro-batch, one loss value per token.
 
-Beside them stand the two things a backend puts onto a loss: `kl_penalty` is added, `correction_weights` multiply.
+A backend changes a loss in two ways: `kl_penalty` is added, `correction_weights` multiply.
 Formulas follow one notation: π the policy now, π_old at the start of the batch, μ the sampler, A the advantage.
 """
 
@@ -77,7 +77,7 @@ def ppo_clip(context: LossContext) -> tuple[Tensor, LossMetrics]:
 
 
 def gspo(context: LossContext) -> tuple[Tensor, LossMetrics]:
-    """ppo_clip with one ratio for the whole row, exp(mean of log(π/π_old)): a row is kept or clipped as one."""
+    """ppo_clip with one ratio per row, exp(mean of log(π/π_old)): a row is kept or clipped as one."""
     log_ratio_M = context.logprobs_M - context.old_logprobs_M
     ratio_R = _ratio(mean_by_row(log_ratio_M, context.row_M, context.rows))
     return _clipped(ratio_R[context.row_M], context)
@@ -120,14 +120,14 @@ def dppo_tv(context: LossContext) -> tuple[Tensor, LossMetrics]:
 
 
 def dppo_kl(context: LossContext) -> tuple[Tensor, LossMetrics]:
-    """importance_sampling without the tokens whose binary KL of μ and π is above δ and that are to move on."""
+    """importance_sampling without the tokens whose binary KL of μ and π is above δ and that would move further."""
     logprobs_M, sampler_M = context.logprobs_M.detach(), context.sampler_logprobs_M
     divergence_M = _binary_kl(sampler_M, logprobs_M)
     return _without(_moves_on(logprobs_M - sampler_M, context) & (divergence_M > context.algorithm.dppo_delta), context)
 
 
 def _moves_on(moved_M: Tensor, context: LossContext) -> Tensor:
-    """Whether the advantage pushes the token further the way it has gone."""
+    """Whether the advantage pushes the token further in the direction it has moved."""
     return torch.where(context.advantages_M > 0, moved_M > 0, (context.advantages_M < 0) & (moved_M < 0))
 
 
@@ -181,7 +181,7 @@ def dpo(context: LossContext) -> tuple[Tensor, LossMetrics]:
     return loss_M, {key: values_P[tokens_P > 0] for key, values_P in metrics.items()}
 
 
-# ---- what a backend puts onto a loss --------------------------------------------------------------------------------
+# ---- what a backend adds to a loss -----------------------------------------------------------------------------------
 
 
 def kl_penalty(kind: Literal["k1", "k2", "k3", "abs"], logprobs_M: Tensor, reference_M: Tensor) -> Tensor:
@@ -193,7 +193,7 @@ def kl_penalty(kind: Literal["k1", "k2", "k3", "abs"], logprobs_M: Tensor, refer
         case "k2":
             return distance_M.square() / 2
         case "k3":
-            # bounded as a whole: with only exp bounded, the gradient that is left would point away from the reference
+            # bounded as a whole: with only exp bounded, the remaining gradient would point away from the reference
             bounded_M = distance_M.clamp(min=-LOG_RATIO_BOUND)
             return torch.expm1(-bounded_M) + bounded_M
         case "abs":

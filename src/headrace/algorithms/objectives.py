@@ -35,7 +35,7 @@ IMITATE = AlgorithmSection(loss="cross_entropy")
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One batch of an optimizer step, the settings it is trained by, and where its figures are reported."""
+    """One batch of an optimizer step, the settings it is trained by, and the area of its metrics."""
 
     batch: TrainBatch
     algorithm: AlgorithmSection
@@ -77,14 +77,14 @@ class Objective(Protocol):
         ...
 
     def complete(self, parts: Sequence[Part], step: int) -> Completion:
-        """What goes with these parts of optimizer step `step` (from 0), now that all are known."""
+        """What completes optimizer step `step` (from 0), now that all its parts are known."""
         ...
 
 
 class AdvantageObjective:
     """Rewards (or a teacher, or a value head) to advantages to rows. Supervised training is its simplest case.
 
-    `demonstrations`, for a supervised term beside reinforcement learning, go before those that the configuration names.
+    `demonstrations`, for a supervised term beside reinforcement learning, replace those that the configuration names.
     """
 
     def __init__(
@@ -170,9 +170,9 @@ class AdvantageObjective:
     async def _with_penalty(
         self, groups: Sequence[TrajectoryGroup], metrics: MetricsAggregator
     ) -> Sequence[TrajectoryGroup]:
-        """KL in the reward: its sum over a trajectory's tokens is taken off before advantages are computed.
+        """KL in the reward: its sum over a trajectory's tokens is subtracted before advantages are computed.
 
-        Groups without rewards (a teacher, or the workflow itself, says their advantages) have none to take it off.
+        Groups that a teacher or the workflow gives advantages have no reward to subtract it from.
         """
         kl = self._algorithm.kl
         if not (kl.coef and kl.where == "reward"):
@@ -208,7 +208,7 @@ class AdvantageObjective:
         return [replace(s, reference_logprobs=tuple(row)) for s, row in zip(samples, scored, strict=True)]
 
     async def _with_old(self, samples: Sequence[Sample]) -> list[Sample]:
-        """With the learner's own log-probabilities now: after the first of several updates they would be others."""
+        """With the learner's log-probabilities before the first of several updates, which would change them."""
         scored = await self._backend.compute_logprobs(self._pack(samples))
         return [replace(s, old_logprobs=tuple(row)) for s, row in zip(samples, scored, strict=True)]
 
@@ -303,7 +303,7 @@ class _Demonstrations:
         self._sampler = sampler
 
     def batch(self, step: int, scale: float) -> TrainBatch:
-        """The batch of a step, weighted so that `scale`, which the whole gradient is multiplied with, cancels."""
+        """The batch of a step, weighted so that `scale`, the factor of the complete gradient, cancels."""
         epoch, index = divmod(step, len(self._sampler))  # a pure function of the step: nothing to checkpoint
         self._sampler.position = (epoch, index * self._section.batch_size)
         samples = [

@@ -1,4 +1,4 @@
-"""Tracker: where metrics go. TrackerSet hands them to several, and outlives any of them."""
+"""Tracker: where metrics go. TrackerSet passes them to several, and survives the failure of any of them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RunInfo:
     total_steps: int
     config: dict[str, Any]
     resumed_from: int | None = None
-    """The step that the run goes on from: what was tracked of later ones comes again. None for a new run."""
+    """The step that the run resumes from: later steps are tracked again. None for a new run."""
 
 
 class Tracker(Protocol):
@@ -52,12 +52,12 @@ class Tracker(Protocol):
         ...
 
     def close(self) -> None:
-        """Flush and let go. May be called twice, and without `start`."""
+        """Flush and release everything. May be called twice, and without `start`."""
         ...
 
 
 class TrackerSet:
-    """Several trackers as one. A tracker that raises is warned about once and dropped; training goes on."""
+    """Several trackers as one. A tracker that raises is dropped with one warning; training continues."""
 
     def __init__(self, trackers: Mapping[str, Tracker]) -> None:
         self._trackers = dict(trackers)
@@ -77,20 +77,20 @@ class TrackerSet:
         self._each("start", lambda tracker: tracker.start(info))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Hand the metrics of one step to every tracker."""
+        """Pass the metrics of one step to every tracker."""
         self._each("log", lambda tracker: tracker.log(step, metrics))
 
     def message(self, text: str) -> None:
-        """Hand a line for people to every tracker, and to the log."""
+        """Pass a line for people to every tracker, and to the log."""
         log.info("%s", text)
         self._each("message", lambda tracker: tracker.message(text))
 
     def status(self, engine: EngineHealth) -> None:
-        """Hand the engine's state to every tracker that shows it (an optional method `status`)."""
+        """Pass the engine's state to every tracker that shows it (an optional method `status`)."""
         self._each("status", lambda tracker: getattr(tracker, "status", lambda _: None)(engine))
 
     def progress(self, doing: Doing) -> None:
-        """Hand what is being done to every tracker that shows it (an optional method `progress`)."""
+        """Pass what is being done to every tracker that shows it (an optional method `progress`)."""
         self._each("progress", lambda tracker: getattr(tracker, "progress", lambda _: None)(doing))
 
     def close(self) -> None:

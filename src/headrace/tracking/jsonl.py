@@ -62,7 +62,7 @@ def _repair_tail(path: Path) -> None:
     tail = path.read_bytes().rpartition(b"\n")[2]
     if not tail:
         return
-    with path.open("r+b") as file:  # changed at its end alone: another kill must not cost the lines before
+    with path.open("r+b") as file:  # only its end is changed: another kill must not lose the lines before
         end = file.seek(0, os.SEEK_END)
         try:
             json.loads(tail)
@@ -72,7 +72,7 @@ def _repair_tail(path: Path) -> None:
 
 
 def _forget_after(path: Path, step: int) -> None:
-    """Drop the rows that come again; a run that goes on from its very beginning evaluates again, too."""
+    """Drop the rows that will be written again; a run that resumes from step 0 also evaluates again."""
     if not path.exists():
         return
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)

@@ -1,7 +1,6 @@
-"""Warnings, wherever they come from: those that concern the user on the console, once; all of them in log.txt.
+"""Warnings: all of them go to log.txt, and those that concern the user also to the console, once.
 
-Python's warnings and records of the logging module are treated alike. What libraries say among themselves is noise: it
-goes to log.txt alone.
+Python's warnings and records of the logging module are treated alike. Warnings of libraries go to log.txt alone.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any
 
 from headrace.utils.usercode import is_library
 
-_OF_A_KIND = 3  # as many messages that differ in their values only are shown; a failing workflow fails every episode
+_OF_A_KIND = 3  # shown of messages that differ only in their values: a failing workflow fails every episode
 
 
 class _Console(logging.Handler):
@@ -43,9 +42,9 @@ class _Console(logging.Handler):
 
 
 class RunLog(logging.FileHandler):
-    """log.txt of a run. Takes Headrace's logger over until it is closed, and gives it back as it was.
+    """log.txt of a run. It configures Headrace's logger until it is closed, then restores it.
 
-    A closed handler that stayed would open its file again for the next run.
+    A closed handler that stayed attached would open its file again for the next run.
     """
 
     def __init__(self, path: Path) -> None:
@@ -63,7 +62,7 @@ class RunLog(logging.FileHandler):
         warnings.showwarning = self._warned
 
     def filter(self, record: logging.LogRecord) -> Any:
-        """Of others only warnings, however talkative the root logger is."""
+        """Of other loggers only warnings, whatever the level of the root logger."""
         return super().filter(record) if _is_ours(record) or record.levelno >= logging.WARNING else False
 
     def _warned(
@@ -75,7 +74,7 @@ class RunLog(logging.FileHandler):
             self._show_before(message, category, filename, lineno, *rest, **named)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Once, and in one line: a full disk would fail every record, and must not fail what is logged."""
+        """Report it once, in one line: a full disk fails every record, and must not fail the run."""
         if not self._failed:
             self._failed = True
             print(f"cannot write {self.baseFilename}: {sys.exc_info()[1]}", file=sys.stderr)
@@ -96,7 +95,7 @@ class RunLog(logging.FileHandler):
 
 
 def to_console() -> None:
-    """For commands that have no log.txt: the same rules, for the rest of the process."""
+    """The same rules for commands without a log.txt, for the rest of the process."""
     for where, handler in _console_handlers():
         where.addHandler(handler)
     logging.getLogger("headrace").propagate = False
@@ -110,7 +109,7 @@ def to_console() -> None:
 
 
 def _console_handlers() -> list[tuple[logging.Logger, logging.Handler]]:
-    """What is missing for warnings to be shown: where the user has handlers, those show what is not ours."""
+    """The handlers that are missing to show warnings. If the user has handlers, those show what is not ours."""
     logger, root, console = logging.getLogger("headrace"), logging.getLogger(), _Console()
     if any(isinstance(handler, _Console) for handler in logger.handlers):
         return []
@@ -122,7 +121,7 @@ def _is_ours(record: logging.LogRecord) -> bool:
 
 
 def _issued_by_library(frame: FrameType | None) -> bool:
-    """Who called warnings.warn; by its `stacklevel` a warning of ours may bear the name of asyncio's file."""
+    """Whether a library called warnings.warn; with a `stacklevel`, a warning of ours may name asyncio's file."""
     while frame is not None and frame.f_code.co_filename in (__file__, warnings.__file__):
         frame = frame.f_back
     return frame is None or is_library(frame.f_code.co_filename)

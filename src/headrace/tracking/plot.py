@@ -14,7 +14,7 @@ from matplotlib.ticker import MaxNLocator
 from headrace.tracking.base import eval_sets
 from headrace.tracking.jsonl import FILE_NAME, Rows, read_rows
 
-_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # told apart by colour-blind eyes too
+_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # distinguishable by colour-blind readers
 _INK, _FAINT = "#333333", "#E4E4E4"
 
 

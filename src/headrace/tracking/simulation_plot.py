@@ -13,7 +13,7 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-_LEARNER, _GENERATION = "#0072B2", "#E69F00"  # told apart by colour-blind eyes too
+_LEARNER, _GENERATION = "#0072B2", "#E69F00"  # distinguishable by colour-blind readers
 _INK = "#333333"
 _MOST_AGES = 17
 _SHADES = LinearSegmentedColormap.from_list("shades", ["#FFFFFF", _LEARNER, "#00263D"])

@@ -22,7 +22,7 @@ class TensorBoardTracker:
     """Writes scalars under their own keys.
 
     Events are written here, and not by SummaryWriter: that one renames `pass@1` to `pass_1`, and writes in a thread
-    behind a bounded queue, so that a full disk would block training instead of raising, and a kill lose events.
+    behind a bounded queue: a full disk would block training instead of raising, and a kill would lose events.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class TensorBoardTracker:
             file.close()
 
     def _write(self, **fields: Any) -> None:
-        """In one go, and not through a buffer of this process: what was logged survives a kill."""
+        """Unbuffered: what was logged survives a kill."""
         assert self._file is not None
         event = event_pb2.Event(wall_time=time.time(), **fields).SerializeToString()  # pyright: ignore[reportAttributeAccessIssue]
         length = struct.pack("<Q", len(event))
@@ -67,7 +67,7 @@ def _checksum(data: bytes) -> bytes:
 
 
 def _new_file(folder: Path) -> Path:
-    """Readers go by the names: it must come after those that are there, however quick, and whatever the clock says."""
+    """Readers sort by name, so the new name must come after the existing ones, whatever the clock says."""
     there = (re.match(rf"{re.escape(_PREFIX)}(\d+)", path.name) for path in folder.iterdir())
     number = max([int(time.time()), *(int(found[1]) + 1 for found in there if found)])
     return folder / f"{_PREFIX}{number:010d}.headrace"

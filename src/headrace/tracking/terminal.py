@@ -1,4 +1,4 @@
-"""What people see: the console, and a sign of life while something takes its time."""
+"""The console, and progress lines while something slow is running."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import rich.console
 from rich.text import Text
 
 Doing = str | Callable[[], str]
-"""What is being done; a function is asked whenever it is shown, from another thread."""
+"""What is being done. A function is called each time it is shown, from another thread."""
 
 
 class Console(rich.console.Console):
     """Prints text as it is: a name with brackets is no markup.
 
-    Its reader may leave, as that of `| head` does: an error like any other, where rich would exit.
+    If its reader leaves, as `| head` does, it raises an error like any other, where rich would exit.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -29,9 +29,9 @@ class Console(rich.console.Console):
 
 
 class Pulse:
-    """Where nothing is drawn: says what is being done, first after a few seconds of silence, then more and more rarely.
+    """Prints what is being done where no live view is drawn: after a few silent seconds, then ever more rarely.
 
-    A thread of its own does it, so that it also comes while the event loop is blocked.
+    It runs in its own thread, so that it also prints while the event loop is blocked.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Pulse:
         self._thread: threading.Thread | None = None
 
     def doing(self, what: Doing | None) -> None:
-        """From now on this is done; None for nothing worth a line."""
+        """Set what is being done; None for nothing worth a line."""
         if isinstance(what, str) and what == self._doing:
             return
         self._doing, self._since_s = what, self._clock()
@@ -57,11 +57,11 @@ class Pulse:
             self._thread.start()
 
     def spoke(self) -> None:
-        """Something else was printed: no need to speak for a while."""
+        """Something else was printed: stay silent for a while."""
         self._quiet_since_s, self._said = self._clock(), 0
 
     def line(self) -> str | None:
-        """What is to be said now, if anything; it counts as said."""
+        """The line to print now, if any; it counts as printed."""
         doing, now_s = self._doing, self._clock()
         wait_s = self._waits_s[min(self._said, len(self._waits_s) - 1)]
         if doing is None or now_s - self._quiet_since_s < wait_s:
@@ -71,7 +71,7 @@ class Pulse:
         return f"{shown(doing)} ({now_s - self._since_s:.0f} s)"
 
     def close(self) -> None:
-        """Say no more."""
+        """Print nothing more."""
         self._over.set()
 
     def _run(self) -> None:
@@ -81,7 +81,7 @@ class Pulse:
                 continue
             try:
                 self._say(line)
-            except (OSError, ValueError):  # nobody reads it; who prints the next line will find out
+            except (OSError, ValueError):  # nobody reads it; printing the next line will raise
                 return
 
 
@@ -92,7 +92,7 @@ def shown(doing: Doing) -> str:
 
 @contextmanager
 def working(what: Doing) -> Iterator[Callable[[Doing], None]]:
-    """A sign of life on standard error, a live line or one now and then; yields a function that changes it."""
+    """Show what is being done on standard error, live or as a line now and then; yields a function that changes it."""
     console = Console(stderr=True, highlight=False)
     if console.is_interactive:
         with console.status(_Asked(what)) as status:
@@ -107,7 +107,7 @@ def working(what: Doing) -> Iterator[Callable[[Doing], None]]:
 
 
 class _Asked:
-    """Asked anew whenever it is drawn."""
+    """Evaluated each time it is drawn."""
 
     def __init__(self, doing: Doing) -> None:
         self._doing, self._since_s = doing, time.monotonic()

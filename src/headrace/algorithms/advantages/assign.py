@@ -16,7 +16,7 @@ from headrace.registry import facts, resolve
 
 
 def assign_advantages(groups: Sequence[TrajectoryGroup], algorithm: AlgorithmSection) -> list[TrajectoryGroup]:
-    """The groups of a whole training batch with an advantage on every response token, without roles not trained.
+    """The groups of a complete training batch with an advantage on every response token, without roles not trained.
 
     Each estimator sees all groups of the batch whose role it has. Groups that bring advantages of their own keep
     them when `use_precomputed_advantage` is on, and then need no reward.

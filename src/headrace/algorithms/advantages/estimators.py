@@ -1,6 +1,6 @@
 """Advantage estimators: the rewards of groups in, one scalar per trajectory out.
 
-All have the signature `estimator(groups, algorithm)` and see the whole training batch, though most look at one group
+All have the signature `estimator(groups, algorithm)` and see the complete training batch, though most look at one group
 at a time. A rollout counts once, however many trajectories of the role it has: means, spreads and counts are over
 rollouts, each with the mean reward of its trajectories. A group-relative estimator gives 0 to a group of one rollout:
 there is nothing to compare it with.
@@ -99,7 +99,7 @@ def reinforce_plus_plus_baseline(groups: Sequence[GroupRewards], algorithm: Algo
 
 
 def prpo(groups: Sequence[GroupRewards], algorithm: AlgorithmSection) -> list[list[float]]:
-    """(r - mean) / (std + eps) over the whole batch: tasks are compared with each other too."""
+    """(r - mean) / (std + eps) over the complete batch: tasks are compared with each other too."""
     firsts = [0, *np.cumsum([group.count for group in groups]).tolist()]
     rewards = [reward for group in groups for reward in group.rewards]
     rollouts = [first + rollout for first, group in zip(firsts, groups, strict=False) for rollout in group.rollouts]
