@@ -254,3 +254,9 @@ REFUSED = [shlex.split(row[0].strip("`")) for row in rows(section("algorithms.md
 def test_a_combination_that_the_docs_call_refused_is_refused(words: list[str]) -> None:
     with pytest.raises(ConfigError):
         check_settings(build_config({}, words), ())
+
+
+def test_the_walk_of_a_task_names_each_file_once_and_all_exist() -> None:
+    named = re.findall(r"`(\w+(?:/\w+)+\.py)`", section("architecture.md", "From a task to trained weights"))
+    assert len(named) >= 20 and len(named) == len(set(named))
+    assert [name for name in named if not (ROOT / "src" / "headrace" / name).is_file()] == []
