@@ -37,8 +37,8 @@ SKIPPED = (
     "src/headrace/tracking",
     "src/headrace/data", "src/headrace/backends", "src/headrace/evaluation", "src/headrace/tinker_server",
     "src/headrace/algorithms", "src/headrace/weights", "examples/own_backend.py", "docs/run_files.md",
-    "docs/unified_trainer.md", "docs/backend_protocol.md", "docs/ledger.md", "docs/engine.md", "docs/performance.md",
-    "docs/tinker", "docs/results.md", "docs/algorithms.md", "docs/data.md", "docs/judgers.md", "docs/evaluation.md",
+    "docs/unified_trainer.md", "docs/backend_protocol.md", "docs/ledger.md", "docs/engine.md", 
+    "docs/tinker", "docs/algorithms.md", "docs/data.md", "docs/judgers.md", "docs/evaluation.md",
     "docs/backends.md", "docs/models.md",
 )  # fmt: skip
 """Not rewritten yet."""
