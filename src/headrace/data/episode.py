@@ -73,7 +73,7 @@ class ModelOutput(JsonData):
     """What one model call returned.
 
     `logprobs` are under the distribution that was sampled from (temperature, top_p, top_k); `model_logprobs` under
-    the model at temperature 1. `versions` is the policy version that sampled each token. `call` tells which of the
+    the model at temperature 1. `versions` is the policy version that sampled each token. `call` says which of the
     episode's model calls it was, in the order in which they began.
     """
 
@@ -117,7 +117,7 @@ class Step(JsonData):
     """One model call as training sees it: `messages` led to `text`.
 
     `prompt_ids` may hold opaque blocks (an image) among the integers. `teacher_messages` is the prompt that a
-    teacher reads instead, if the step is distilled. A demonstration has neither logprobs nor versions. `call` tells
+    teacher reads instead, if the step is distilled. A demonstration has neither logprobs nor versions. `call` says
     which of the episode's model calls it was. `advantage` is to have one number per response token; a list of another
     length is trained as zeros, with a warning.
     """

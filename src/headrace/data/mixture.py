@@ -39,7 +39,7 @@ class MixtureOrder:
         return turns
 
     def _tasks_of(self, source: int, epoch: int) -> list[int]:
-        """What a source contributes to an epoch: it goes on where it stood at the end of the one before."""
+        """A source's share of an epoch: it continues where the epoch before ended."""
         size, draws, before = self._sizes[source], self.draws[source], sum(self._sizes[:source])
         first, last = epoch * draws, (epoch + 1) * draws
         passes = range(first // size, -(-last // size))

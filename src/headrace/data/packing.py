@@ -1,4 +1,4 @@
-"""Cutting rows into micro-batches by token budget: the one way, for training and for scoring alike."""
+"""Cutting rows into micro-batches by token budget: the one way, for training and for scoring."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-_BEGINNING = 16  # tokens by which rows are taken to begin alike
+_BEGINNING = 16  # tokens by which rows are taken to share a prefix
 _REPEATED = 0.25  # of a token that the row before has, too: it costs nothing where beginnings are shared, else all
 
 
 def cut_by_tokens(rows: Sequence[Sequence[Any]], budget: int, together: int = 1) -> tuple[tuple[int, ...], ...]:
     """Indices of rows in micro-batches of at most `budget` tokens (or one unit that is longer).
 
-    Rows that begin alike (a group's, a conversation's) keep their order and come together, so that a model may run the
-    beginning once, and it counts less; they are not torn apart where that needs no more micro-batches. Beyond that,
+    Rows with a shared prefix (a group's, a conversation's) keep their order and come together, so that a model may run
+    the beginning once, and it counts less; they are not torn apart where that needs no more micro-batches. Beyond that,
     rows of similar length come together, so that little is padded where padding is needed. A unit of `together`
     consecutive rows (2 for preference pairs) is never torn apart.
     """
@@ -33,15 +33,15 @@ class _Unit:
 
 
 def _families(rows: Sequence[Sequence[Any]], together: int) -> list[list[_Unit]]:
-    alike: dict[str, list[range]] = {}
+    families: dict[str, list[range]] = {}
     for start in range(0, len(rows), together):
-        alike.setdefault(str(rows[start][:_BEGINNING]), []).append(range(start, start + together))
+        families.setdefault(str(rows[start][:_BEGINNING]), []).append(range(start, start + together))
 
     def longest(family: list[range]) -> int:
         return max(len(rows[i]) for unit in family for i in unit)
 
     families: list[list[_Unit]] = []
-    for family in sorted(alike.values(), key=lambda family: (-longest(family), family[0].start)):
+    for family in sorted(families.values(), key=lambda family: (-longest(family), family[0].start)):
         families.append([])
         before: Sequence[Any] = ()
         for unit in family:

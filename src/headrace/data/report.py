@@ -27,7 +27,7 @@ class Lengths:
 
     @classmethod
     def of(cls, values: Sequence[int]) -> Lengths:
-        """The figures of some lengths."""
+        """Statistics of some lengths."""
         middle, high = (float(found) for found in np.percentile(values, [50, 95]))
         return cls(float(np.mean(values)), middle, high, max(values))
 
@@ -43,7 +43,7 @@ class Overlap:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All figures. Plain data, for tables and for JSON."""
+    """All statistics. Plain data, for tables and for JSON."""
 
     tasks: int
     held_out: int

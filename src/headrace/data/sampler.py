@@ -54,7 +54,7 @@ class TaskSampler:
         return count if self._drop_last else -(-len(self._tasks) // self._batch_size)
 
     def next_batch(self) -> list[Draw]:
-        """The next batch, all of one epoch; the last, short one is dropped or handed out short."""
+        """The next batch, all of one epoch; the last, short one is dropped or returned short."""
         epoch, drawn = self.position
         left = len(self._tasks) - drawn
         if left == 0 or (self._drop_last and left < self._batch_size):

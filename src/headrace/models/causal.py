@@ -1,4 +1,4 @@
-"""One interface over causal language models, for the learner and the engine alike.
+"""One interface over causal language models, for both the learner and the engine.
 
 `hidden` runs packed rows of different lengths in one pass without letting them see each other; `logits` is applied
 only where it is needed. `prefill` and `decode` work on slots of a key/value cache.
@@ -68,7 +68,7 @@ class CausalModel(Protocol):
     vocabulary: int
     max_length: int
     shares_prefixes: bool
-    """Whether rows that begin alike may be packed with what they have in common only once, and caches gone on from."""
+    """Whether shared prefixes of rows can be packed once, and cached prefixes continued."""
     row_block: int
     """Above 0: decode in products of so many rows, which makes a sequence independent of its neighbours to the bit."""
 
@@ -93,7 +93,7 @@ class CausalModel(Protocol):
         ...
 
     def prefill(self, cache: Any, rows: PackedRows, slots: Sequence[int], begin: Sequence[int] | None = None) -> None:
-        """Fill the slots' caches with the rows; `begin`: they go on from so many tokens that are there already."""
+        """Fill the slots' caches with the rows; `begin`: how many tokens each slot has already."""
         ...
 
     def decode(self, cache: Any, ids_B: Tensor, lengths: Sequence[int]) -> Tensor:
@@ -111,7 +111,7 @@ class CausalModel(Protocol):
         ...
 
     def renew(self) -> None:
-        """The weights have changed: make such a copy anew."""
+        """The weights have changed: make such a copy again."""
         ...
 
     def weights(self) -> list[Tensor]:
@@ -134,4 +134,4 @@ def build_causal_model(hf_model: Any, fast_path: bool = True) -> CausalModel:
 def require_no_copy(weights: Weights, why: str) -> None:
     """Raise ConfigError if decoding is to read anything but the weights themselves."""
     if weights != "float32":
-        raise ConfigError(f'engine.weights = "{weights}" cannot be had here: {why}; set it to "float32"')
+        raise ConfigError(f'engine.weights = "{weights}" is not available here: {why}; set it to "float32"')

@@ -154,7 +154,7 @@ class TransformersModel:
         return torch.stack(hidden)
 
     def _read(self, slot: Slot, tokens: list[int]) -> Tensor:
-        """Let the slot's sequence go on with the tokens; the state (or logits) after the last."""
+        """Append the tokens to the slot's sequence; the state (or logits) after the last."""
         slot.ids += tokens
         known = {"past_key_values": slot.cache} if slot.cache is not None else {}
         unread = torch.tensor([tokens if known else slot.ids])

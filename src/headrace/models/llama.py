@@ -145,7 +145,7 @@ class LlamaModel:
             require_no_copy(weights, f"a layer has a number of inputs that is no multiple of {SMALL_INPUTS}")
         if weights != self._decoded_with:
             self._decoded_with = weights
-            del self._decoder  # it is made anew when it is needed
+            del self._decoder  # it is built again when it is needed
 
     def renew(self) -> None:
         if self._decoded_with != "float32" and (decoder := self._decoder):
@@ -304,7 +304,7 @@ class LlamaModel:
 
     @cached_property
     def _decoder(self) -> Decoder | None:
-        """All of a decoding step in one native call, where that is to be had."""
+        """All of a decoding step in one native call, if that is available."""
         weight = self._embedding.weight
         kernels = kernels_for(weight)
         if kernels is None or not self._plain or not fits(self._layers, self._head, self._dim):

@@ -1,4 +1,4 @@
-"""Keys and values of the sequences that are decoded, one slot each; sequences that begin alike may keep that once."""
+"""Keys and values of the decoded sequences, one slot each; a shared prefix may be stored once."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class LlamaCache:
             self._copy(source, target, 0, length)
         elif known == 0 or known >= length:
             self._hang(target, stem if known else source, length)
-        else:  # its beginning is elsewhere, and what is wanted goes on in the slot itself
+        else:  # its prefix is in another slot, and the wanted part continues in the slot itself
             self._copy(stem, target, 0, known)
             self._copy(source, target, known, length)
 

@@ -39,7 +39,7 @@ def load_model(section: ModelSection) -> Any:
         _switch_dropout_off(config)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, config=config, dtype=getattr(torch, section.dtype), output_loading_info=True,
-            ignore_mismatched_sizes=True,  # told with all the rest
+            ignore_mismatched_sizes=True,  # reported with all the rest
         )  # fmt: skip
     model, info = loaded
     require_fit(f'model "{section.name}"', model, info)

@@ -1,4 +1,4 @@
-"""Modules anew over given parameters: for sampling beside the learner, for a private copy, for weights elsewhere."""
+"""New modules over given parameters: for sampling concurrently with the learner, a private copy, or other memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of different lengths in one pass: their tokens laid end to end, what they begin alike with only once.
+"""Rows of different lengths in one pass: their tokens laid end to end, shared prefixes only once.
 
 The tokens make a tree of pieces: what several rows have in common, then what is theirs alone. A token sees its own
 piece up to itself, and all of the pieces that its piece hangs on. Below a piece, its descendants are contiguous.
@@ -49,7 +49,7 @@ class PackedRows:
     ) -> PackedRows:  # fmt: skip
         """Pack rows of integer ids; anything else among them cannot be read by a text model.
 
-        `begin` has each row's first position, for rows that go on from something (and share nothing).
+        `begin` has each row's first position, for rows that continue a cached prefix (and share nothing).
         """
         for row in rows:
             if set(map(type, row)) <= {int}:
@@ -170,18 +170,18 @@ def _without_repeats(rows: Sequence[np.ndarray], device: torch.device | str) -> 
     while todo:
         low, high, done = todo.pop()
         one = rows[order[low]]
-        alike = len(one) if high - low == 1 else min(common[low : high - 1])
-        if alike > done and (high - low == 1 or alike - done >= _SHARED):
+        shared_to = len(one) if high - low == 1 else min(common[low : high - 1])
+        if shared_to > done and (high - low == 1 or shared_to - done >= _SHARED):
             for row in order[low:high]:
-                where[row][done:alike] = np.arange(count, count + alike - done)
-            ids.append(one[done:alike])
-            positions.append(np.arange(done, alike))
+                where[row][done:shared_to] = np.arange(count, count + shared_to - done)
+            ids.append(one[done:shared_to])
+            positions.append(np.arange(done, shared_to))
             if high - low > 1:
-                shared.append((count, count + alike - done, order[low:high]))
-            count += alike - done
-            done = alike
+                shared.append((count, count + shared_to - done, order[low:high]))
+            count += shared_to - done
+            done = shared_to
         if high - low > 1:
-            forks = [i + 1 for i in range(low, high - 1) if common[i] == alike]
+            forks = [i + 1 for i in range(low, high - 1) if common[i] == shared_to]
             todo += zip((low, *forks), (*forks, high), (done,) * (len(forks) + 1), strict=True)
     stems = []
     for start, end, below in shared:

@@ -1,4 +1,4 @@
-"""From the rows of a source to tasks: columns, templates, system prompts, and what becomes of bad rows."""
+"""From the rows of a source to tasks: columns, templates, system prompts, and how bad rows are handled."""
 
 from __future__ import annotations
 

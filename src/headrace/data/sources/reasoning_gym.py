@@ -98,7 +98,7 @@ def _made(problems: Any) -> list[dict[str, Any]]:
     before = random.getstate()
     random.seed(0)
     try:
-        with redirect_stdout(StringIO()):  # some tell of their progress
+        with redirect_stdout(StringIO()):  # some print their progress
             return [problems[index] for index in range(len(problems))]
     finally:
         random.setstate(before)

@@ -1,7 +1,7 @@
 """C kernels: decoding steps, attention, and what stands between matrix products; float32 on the CPU.
 
-`kernels()` gives None where they cannot be had; callers then use torch's operations. Inputs may be slices of wider
-tensors as long as the last axis is contiguous. The number of threads is torch's, as set in the calling thread.
+`kernels()` returns None where they are not available; callers then use torch's operations. Inputs may be slices of
+wider tensors as long as the last axis is contiguous. The number of threads is torch's, as set in the calling thread.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 class BuildError(Exception):
-    """Why there are no kernels; callers go on without them."""
+    """Why there are no kernels; callers work without them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,7 +121,7 @@ class Decoder:
         self.shrink()
 
     def shrink(self) -> None:
-        """Round the weights anew, if they are rounded."""
+        """Round the weights again, if they are rounded."""
         if self._rounded_head is not None:
             self._library.shrink(ctypes.byref(self._shape), torch.get_num_threads())
 
