@@ -98,7 +98,7 @@ def test_a_url_is_evaluated_and_all_of_it_is_written(place: Path, capsys: Caught
         ("t3", "4", True),
         ("t12", "?", False),
     }
-    assert len(said) == 20 and "figures: e.json" in out
+    assert len(said) == 20 and "results: e.json" in out
     assert {asked.body["model"] for asked in server.asked} == {"adder"}
 
 

@@ -33,7 +33,7 @@ class EstimatorFacts:
     group_relative: bool = False
     """Compares the rollouts of a group: a group of one has advantage 0."""
     one_group: bool = False
-    """Looks at one group at a time, so that groups can be trained as they come (`trainer.stream`)."""
+    """Looks at one group at a time, so that groups can be trained as soon as they are complete (`trainer.stream`)."""
     reads_rewards: bool = True
     needs_value_head: bool = False
     needs_teacher: bool = False

@@ -67,7 +67,7 @@ def in_shares(part: Part, shares: int, micro_batch_tokens: int) -> list[Part]:
 class Objective(Protocol):
     """Turns groups into training batches, asking the backend for whatever log-probabilities it needs.
 
-    Where it `streams`, a step's groups may be prepared piece by piece as they come.
+    Where it `streams`, a step's groups may be prepared piece by piece.
     """
 
     streams: bool

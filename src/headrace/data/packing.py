@@ -33,15 +33,15 @@ class _Unit:
 
 
 def _families(rows: Sequence[Sequence[Any]], together: int) -> list[list[_Unit]]:
-    families: dict[str, list[range]] = {}
+    by_prefix: dict[str, list[range]] = {}
     for start in range(0, len(rows), together):
-        families.setdefault(str(rows[start][:_BEGINNING]), []).append(range(start, start + together))
+        by_prefix.setdefault(str(rows[start][:_BEGINNING]), []).append(range(start, start + together))
 
     def longest(family: list[range]) -> int:
         return max(len(rows[i]) for unit in family for i in unit)
 
     families: list[list[_Unit]] = []
-    for family in sorted(families.values(), key=lambda family: (-longest(family), family[0].start)):
+    for family in sorted(by_prefix.values(), key=lambda family: (-longest(family), family[0].start)):
         families.append([])
         before: Sequence[Any] = ()
         for unit in family:

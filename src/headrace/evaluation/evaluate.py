@@ -37,7 +37,7 @@ class Remote:
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """Files that an evaluation writes: figures task by task, a picture, and what was said, a line per episode."""
+    """Files that an evaluation writes: results by task, a chart, and the episodes, one per line."""
 
     json: Path | None = None
     plot: Path | None = None
@@ -86,7 +86,7 @@ def evaluate_run(
     if outputs.plot is not None:
         draw(result, outputs.plot)
     show(evaluation_table(result))
-    for what, path in (("figures", outputs.json), ("chart", outputs.plot), ("episodes", outputs.episodes)):
+    for what, path in (("results", outputs.json), ("chart", outputs.plot), ("episodes", outputs.episodes)):
         if path is not None:
             print(f"{what}: {path}")
     return {key: value for found in result.sets for key, value in under(found.name, found.metrics).items()}

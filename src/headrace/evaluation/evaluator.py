@@ -210,7 +210,7 @@ def _scores(episodes: Sequence[Sequence[Episode]], attempts: int, seed: int) -> 
 
 
 def _response_tokens(episode: Episode) -> float:
-    """A model behind a URL tells no ids; what its server counts is among the episode's metrics."""
+    """A model behind a URL returns no ids; what its server counts is among the episode's metrics."""
     return episode.response_tokens or episode.metrics.get("response_tokens", 0.0)
 
 

@@ -135,7 +135,7 @@ def _read_ledger(run: Path, step: int | None) -> EvaluationResult:
 
 
 def _recorded(episode: Episode, reward: float) -> _Attempt:
-    """Of an old episode only the figures may be left."""
+    """Of an old episode only the metrics may be left."""
     right = not episode.failed and (reward >= 1.0 if episode.is_correct is None else episode.is_correct)
     return _Attempt(str(episode.task_id), episode.source, right, episode.failed, 0.0 if episode.failed else reward)
 

@@ -1,4 +1,4 @@
-"""AgentLoop: runs a workflow over tasks, for training and for evaluation alike."""
+"""AgentLoop: runs a workflow over tasks, for training and for evaluation."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ class AgentLoop:
             if call.late:
                 late = f"took longer than {self._limits.timeout_s:g} s"
                 return failed_episode(spec, model, TerminationReason.TIMEOUT, late), False
-            # user code: the episode fails, its siblings and the run go on
+            # user code: the episode fails, its siblings and the run continue
             reason = limit_met(error) or TerminationReason.ERROR
             again = not (isinstance(error, JudgeError) and error.tried_again)
             if isinstance(error, JudgeError):

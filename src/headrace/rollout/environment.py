@@ -1,4 +1,4 @@
-"""Environments in text: `reset` tells the first observation, `step` takes what the model said."""
+"""Text environments: `reset` returns the first observation, `step` takes the model's reply."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class _Stepped(NamedTuple):
 class EnvironmentLoop:
     """Workflow "environment": plays one episode, a model call per action.
 
-    After a crash the environment is played again with the recorded actions; if it then tells something else, the
-    episode starts anew.
+    After a crash the environment is played again with the recorded actions; if it then returns something else, the
+    episode starts over.
 
     `env` is "module:Class" with the keyword arguments `args`. The reward is the sum of the environment's, and each Step
     has its own. An `info` may hold `is_correct`, and `metrics` for the episode.

@@ -74,7 +74,7 @@ def _asked(message: Message) -> list[Any]:
 def split_tool_calls(text: str, tools: Sequence[ToolSchema], call: int) -> tuple[str, tuple[dict[str, Any], ...]]:
     """The text without its tool calls, and the calls: `<tool_call>{…}</tool_call>`, or a reply that is one object.
 
-    What does not name a tool, or is no JSON, stays text: the model is told nothing that it did not say.
+    What does not name a tool, or is no JSON, stays text: nothing is attributed to the model that it did not say.
     """
     names = {tool["function"]["name"] for tool in tools}
     calls: list[dict[str, Any]] = []

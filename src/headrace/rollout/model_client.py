@@ -89,7 +89,7 @@ class Model:
         A text that begins with an earlier one of the role and its reply keeps their exact ids.
         """
         shown = prompt if isinstance(prompt, str) else list(prompt)
-        # a role that no message has, so that no conversation is ever taken to go on from here
+        # a role that no message has, so that no conversation is ever taken to continue from here
         history = OwnedMessages(({"role": "prompt", "content": shown},))
         answered = self._answered.setdefault(role, {})
         prompt_ids = self._ids_of_text(answered, prompt) if isinstance(prompt, str) else tuple(prompt)
@@ -109,7 +109,7 @@ class Model:
         try:
             output = await self._answer(prompt_ids, params, call, role, history, tools)
         except BaseException:
-            del answered[call]  # the conversation goes on from the answer before
+            del answered[call]  # the conversation continues from the answer before
             raise
         finally:
             self.spending.end_turn(params)
@@ -136,7 +136,7 @@ class Model:
         digest = tool_digest(name, request) if self._record.keeps else ""
         known = await self._recalled(lambda: self._record.recall_result(number, digest))
         if known is not None:
-            await asyncio.sleep(0)  # as a live call would: others may go on
+            await asyncio.sleep(0)  # as a live call would: others may run
             return known[0]
         answer = await call()
         await self._halt_if_over()
@@ -156,7 +156,7 @@ class Model:
         digest = call_digest(prompt_ids, params, seed, role) if self._record.keeps else ""
         known = await self._recalled(lambda: self._record.recall_call(call, digest))
         if known is not None:
-            await asyncio.sleep(0)  # as a live call would: others may go on
+            await asyncio.sleep(0)  # as a live call would: others may run
             return known
         generation = await self._generate(prompt_ids, params, seed)
         await self._halt_if_over()
@@ -203,7 +203,7 @@ class Model:
         return self.template.demonstration(messages)
 
     def _prompt_ids(self, answered: Answered, messages: OwnedMessages, tools: Sequence[ToolSchema]) -> tuple[int, ...]:
-        """The ids of the longest conversation so far that the messages go on with, and those of the new messages."""
+        """The ids of the longest conversation so far that the messages extend, and those of the new messages."""
         earlier = [pair for pair in reversed(answered.values()) if pair is not None]
         for output, step in sorted(earlier, key=lambda pair: -len(pair[1].messages)):
             extended = self.template.extend(step.messages, output, messages, tools)

@@ -34,7 +34,7 @@ def to_episode(outcome: Outcome, model: Model, spec: RolloutSpec) -> Episode:
     }
     diverged = {"diverged_prefixes": float(model.diverged_prefixes)} if model.diverged_prefixes else {}
     known = sum(len(step.response_ids) for t in model.trajectories() for step in t.steps)
-    if model.spending.tokens > known:  # of a model behind a URL, which counts its tokens and does not tell them
+    if model.spending.tokens > known:  # of a model behind a URL, which counts its tokens and does not return them
         diverged["response_tokens"] = float(model.spending.tokens)
     if isinstance(outcome, Episode):
         episode = replace(outcome, metrics={**diverged, **outcome.metrics}, **identity)

@@ -135,7 +135,7 @@ def remote_model(client: Client) -> Callable[..., RemoteModel]:
 
 
 def _split_reasoning(reply: Reply) -> tuple[str | None, str]:
-    """Reasoning that the server tells apart, or that it leaves in the text."""
+    """Reasoning that the server returns separately, or leaves in the text."""
     if reply.reasoning is not None or not reply.text.lstrip().startswith(_THINK_OPEN) or _THINK_CLOSE not in reply.text:
         return reply.reasoning, reply.text
     thought, _, content = reply.text.partition(_THINK_CLOSE)

@@ -1,7 +1,7 @@
 """What episodes remember for each other: values under keys, kept in the run's folder.
 
 Workflows reach it as `model.store`. What an episode read is recorded with it, so that it reads the same again when it
-is taken up after a crash.
+is resumed after a crash.
 """
 
 from __future__ import annotations

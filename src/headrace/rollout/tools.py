@@ -38,7 +38,7 @@ class Tool:
 
 
 def tool(function: Callable[..., Any]) -> Tool:
-    """A tool of a plain or async function: its parameters are typed, its docstring tells the model what it does."""
+    """A tool of a plain or async function: its parameters are typed, its docstring is the description for the model."""
     name = getattr(function, "__name__", type(function).__name__)
     arguments = _arguments_model(function, name)
     schema = arguments.model_json_schema()
@@ -74,7 +74,7 @@ def as_tools(given: Iterable[Any]) -> list[Tool]:
     names = [one.name for one in found]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ConfigError(f"two tools have the name {twice[0]!r}; a model could not tell them apart")
+        raise ConfigError(f"two tools have the name {twice[0]!r}; a model could not distinguish them")
     return found
 
 

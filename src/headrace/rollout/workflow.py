@@ -63,7 +63,7 @@ async def preference(task: Task, model: Model) -> list[Trajectory]:
 
 
 def self_distill(teacher_messages: Callable[[Task, Step], Sequence[Message]]) -> Callable[[AnyRun], AnyRun]:
-    """Decorate a workflow's `run` so that a teacher, reading a privileged prompt, tells its tokens' advantages.
+    """Decorate a workflow's `run` so that a teacher with a privileged prompt sets its tokens' advantages.
 
     `teacher_messages(task, step)` gives the conversation that the teacher sees in place of the step's own, such as
     the same question with the answer beside it. The teacher (`[distill]`) is one for the whole run. In evaluation

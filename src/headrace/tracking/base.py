@@ -94,7 +94,7 @@ class TrackerSet:
         self._each("progress", lambda tracker: getattr(tracker, "progress", lambda _: None)(doing))
 
     def close(self) -> None:
-        """Close every tracker; the set is empty afterwards."""
+        """Close and remove every tracker."""
         self._each("close", lambda tracker: tracker.close())
         self._trackers.clear()
 
@@ -113,7 +113,7 @@ class TrackerSet:
         what = f'tracker "{name}" failed in {doing}() with {type(error).__name__}: {error}; it is switched off'
         if isinstance(error, BrokenPipeError):
             what = "nobody reads the output any more"
-        warnings.warn(f"{what} and training goes on without it", RuntimeWarning, stacklevel=4)
+        warnings.warn(f"{what} and training continues without it", RuntimeWarning, stacklevel=4)
 
 
 def eval_sets(keys: Iterable[str]) -> list[str]:

@@ -1,6 +1,6 @@
 """Warnings: all of them go to log.txt, and those that concern the user also to the console, once.
 
-Python's warnings and records of the logging module are treated alike. Warnings of libraries go to log.txt alone.
+Python's warnings and records of the logging module are treated the same. Warnings of libraries go to log.txt alone.
 """
 
 from __future__ import annotations

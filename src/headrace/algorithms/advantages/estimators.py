@@ -27,7 +27,7 @@ class GroupRewards:
     """What an estimator sees of one group: per trajectory its reward, its response tokens and its rollout.
 
     `rollouts` numbers the group's rollouts from 0 in the order in which they come; left out, every trajectory is a
-    rollout of its own. Any numbers will do, they are numbered anew.
+    rollout of its own. Any numbers will do, they are renumbered.
     """
 
     rewards: tuple[float, ...]
@@ -219,7 +219,7 @@ def _zeros(group: GroupRewards) -> tuple[np.ndarray, np.ndarray]:
 def _in_spreads(centred: np.ndarray, by_rollout: np.ndarray, unit: float) -> np.ndarray:
     """Divided by the population standard deviation of the rollouts plus epsilon.
 
-    0 where the rollouts are all alike, though their trajectories may differ: divided by epsilon they would be huge.
+    0 where all rollouts are equal, though their trajectories may differ: divided by epsilon they would be huge.
     """
     spread = float(np.std(by_rollout)) if len(by_rollout) else 0.0
     if spread <= _NO_SPREAD * float(np.max(np.abs(centred), initial=0.0)):
