@@ -143,7 +143,7 @@ def test_ids_that_two_sources_share_are_kept_apart() -> None:
 
 def test_weights_say_how_often_a_source_is_drawn() -> None:
     data = section(mixture=MIXTURE)
-    sampler = make_sampler(data, load_training(data), 19, 0)
+    sampler = make_sampler(data, 19)
     drawn = Counter(draw.task.id.startswith("a/") for _ in range(40) for draw in sampler.next_batch())
     assert len(sampler) == 1 and drawn[True] / drawn.total() == pytest.approx(0.75, abs=0.03)
 
@@ -233,7 +233,7 @@ def test_a_mixture_is_split_together_and_keeps_its_sources() -> None:
     data = section(mixture=MIXTURE, holdout=4)
     found = load_training(data)
     assert len(found.held_out) == 4 and found.sizes is not None and sum(found.sizes.values()) == 15
-    assert len(make_sampler(data, found, 5, 0).next_batch()) == 5
+    assert len(make_sampler(data, 5, data=found).next_batch()) == 5
 
 
 # ---- evaluation sets -------------------------------------------------------------------------------------------------

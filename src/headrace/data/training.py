@@ -62,8 +62,9 @@ def _load_mixture(section: DataSection) -> TrainingData:
     return TrainingData(split.train, split.held_out, tuple(bad), sizes)
 
 
-def make_sampler(section: DataSection, data: TrainingData, batch_size: int, seed: int) -> TaskSampler:
-    """The stream that training draws from."""
+def make_sampler(section: DataSection, batch_size: int, seed: int = 0, data: TrainingData | None = None) -> TaskSampler:
+    """The stream that training draws from; `data` are tasks that are loaded already."""
+    data = data or load_training(section)
     order = None
     if data.sizes is not None:
         weights = [section.mixture[name].weight for name in data.sizes]

@@ -282,6 +282,11 @@ def local_loop(
     return AgentLoop(run, own, chat, judge, limits, needs_reward, training, journal, values)
 
 
+def sampling_of(rollout: RolloutSection) -> SamplingParams:
+    """How `[rollout]` samples."""
+    return SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_tokens, tuple(rollout.stop))
+
+
 def lend_policy(judge: Judger | None, ask: Any) -> None:
     """Give a judger that asks the run's own model a function to do so."""
     use_policy = getattr(judge, "use_policy", None)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from headrace.config import AgentLoopConfig
 from headrace.ledger.account import Account
 from headrace.scheduling.staleness import StalenessPolicy
 
@@ -55,6 +56,18 @@ class SyncCoordinator:
         self._dispatched, self._pending = account.dispatched, account.pending
         self._trained, self._filtered = account.trained, account.filtered
         self._failed, self._stale = account.failed, account.stale
+
+    @classmethod
+    def from_config(
+        cls, config: AgentLoopConfig, policy: StalenessPolicy, *, version: int = 0, batches: int | None = None,
+        account: Account | None = None,
+    ) -> SyncCoordinator:  # fmt: skip
+        """With the limits that `[produce]` and `[trainer]` set."""
+        produce = config.produce
+        return cls(
+            policy, config.fresh_groups, version=version, over_sample=produce.over_sample, capacity=produce.capacity,
+            batches=batches, largest_step=config.trainer.batch_size, account=account,
+        )  # fmt: skip
 
     # ---- admission ------------------------------------------------------------------------------------------------
 

@@ -241,6 +241,17 @@ class GroupLifecycle:
         self._buffer.retain([*fresh, *again])
         self.changes.notify()
 
+    def delivered(self, fresh: Sequence[FinishedGroup], again: Sequence[FinishedGroup]) -> None:
+        """A batch went to a caller that synced no new weights: another batch is opened for the same version."""
+        self._coordinator.settled(trained=sum(finished.kept for finished in fresh))
+        self._coordinator.skipped()
+        for finished in fresh:
+            self._observe(finished)
+            self._move(finished.group_id, Stage.TRAINED)
+        self._bias.trained(fresh)
+        self._buffer.retain([*fresh, *again])
+        self.changes.notify()
+
     def nothing_to_train(self, taken: Sequence[FinishedGroup], step: int) -> None:
         """A batch made no update: drop its groups, and open another batch for the same version."""
         self._coordinator.settled(filtered=sum(finished.kept for finished in taken))

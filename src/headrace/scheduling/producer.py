@@ -10,11 +10,10 @@ from headrace.config import AgentLoopConfig
 from headrace.data.episode import Episode
 from headrace.data.sampler import Draw, Position, TaskSampler
 from headrace.data.seeds import derive_seed
-from headrace.engines.base import SamplingParams
 from headrace.errors import DataError
 from headrace.ledger.columns import stored_text
 from headrace.ledger.records import GroupRecord, GroupState, UnfinishedGroup
-from headrace.rollout.agent_loop import AgentLoop
+from headrace.rollout.agent_loop import AgentLoop, sampling_of
 from headrace.scheduling.buffer import FinishedGroup
 from headrace.scheduling.coordinator import SyncCoordinator
 from headrace.scheduling.lifecycle import GroupLifecycle, LiveGroup
@@ -52,10 +51,7 @@ class Producer:
         self._coordinator = coordinator
         self._lifecycle = lifecycle
         self._seed = derive_seed("train", config.run.seed)
-        rollout = config.rollout
-        self._sampling = SamplingParams(
-            rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_tokens, tuple(rollout.stop)
-        )
+        self._sampling = sampling_of(config.rollout)
         self.batches: asyncio.Queue[OpenedBatch] = asyncio.Queue()
         self._resumed = sorted(resumed, key=lambda group: group.group_id)
         self._begun_at = None if config.trainer.max_staleness else begun_at

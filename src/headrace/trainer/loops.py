@@ -58,7 +58,7 @@ class TrainingLoops:
             run.clock.restart()
             watch = self.spawn(self._watch())
             await self._replay()
-            self._producing = self.spawn(run.producer.run())
+            self._producing = self.spawn(run.manager.run())
             await self._learn()
             self._producing.cancel()
             await run.callbacks.call("on_train_end", self)
@@ -70,7 +70,7 @@ class TrainingLoops:
         """Consumes complete groups, waits for those of a step, produces optimizer steps and synced weights."""
         callbacks, epoch = self._run.callbacks, None
         while self.step < self.config.trainer.steps and not self._run.stop.requested:
-            batch = await self._run.batches.next_batch()
+            batch = await self._run.manager.next_batch()
             if epoch is not None and batch.epoch != epoch:
                 await callbacks.call("on_epoch_end", epoch)
             if batch.epoch != epoch:
@@ -92,7 +92,7 @@ class TrainingLoops:
         run.trackers.progress(
             lambda: f"{step}: {len(run.buffer)} of {batch.size} groups complete, {run.coordinator.in_flight} under way"
         )
-        async with aclosing(run.batches.gather(batch.size, self.step)) as gathered:
+        async with aclosing(run.manager.gather(batch.size, self.step)) as gathered:
             async for some, again in gathered:
                 pieces.append(some)
                 if run.releases_cache:

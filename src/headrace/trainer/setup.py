@@ -14,7 +14,7 @@ from typing import Any
 
 from headrace.algorithms.objectives import Objective, demonstration_sampler
 from headrace.backends.base import Backend, SaysNumerics
-from headrace.config import AlgorithmSection, RunConfig
+from headrace.config import RunConfig
 from headrace.config.conditions import chosen, samples_as_learned
 from headrace.config.rules import check_declared
 from headrace.data.sampler import TaskSampler
@@ -26,22 +26,21 @@ from headrace.evaluation.plan import Tasks, check_tasks, evaluation_sets
 from headrace.evaluation.setup import checked_backend, evaluation_parts
 from headrace.judge.router import configured_judger
 from headrace.ledger.episode_record import Journal
-from headrace.registry import facts, resolve
-from headrace.rollout.agent_loop import AgentLoop, close_all, local_loop, start_workflows
+from headrace.registry import resolve
+from headrace.rollout.agent_loop import AgentLoop, close_all, start_workflows
 from headrace.rollout.gateway import close_gateway
 from headrace.rollout.store import StoredValues, Values
-from headrace.rollout.workflow import demonstration, run_function, single_turn
+from headrace.rollout.workflow import run_function, single_turn
 from headrace.run.agreement import missing_steps
 from headrace.run.checkpoint import TrainerState, load_newest
 from headrace.run.checkpoint_writer import CheckpointWriter, adopt
 from headrace.run.directory import Claim
 from headrace.run.journal import RunJournal, open_journal
 from headrace.run.random_state import random_states
-from headrace.scheduling.batch_source import BatchSource
 from headrace.scheduling.buffer import TrajectoryGroupBuffer
 from headrace.scheduling.coordinator import SyncCoordinator
 from headrace.scheduling.lifecycle import GroupLifecycle
-from headrace.scheduling.producer import Producer
+from headrace.scheduling.manager import AgentLoopManager, needs_reward, training_loop
 from headrace.scheduling.staleness import StalenessPolicy
 from headrace.tracking.base import RunInfo, TrackerSet
 from headrace.trainer.alarms import Alarms
@@ -120,7 +119,7 @@ def assemble(
     new_objective = resolve("objective", config.algorithm.objective)
     supervised = config.algorithm.objective == "sft"
     unjudged = run is single_turn and judge is None
-    if unjudged and not supervised and _needs_reward(config.algorithm)("agent"):
+    if unjudged and not supervised and needs_reward(config.algorithm)("agent"):
         raise ConfigError(
             'workflow "single_turn" gives no reward and there is no judger; set workflow.judger, '
             "or use a workflow that returns a number"
@@ -131,7 +130,7 @@ def assemble(
     report("loading the tasks")
     data = load_training(config.data, given.tasks)
     warn_of_bad_rows(data, "the training tasks")
-    sampler = make_sampler(config.data, data, config.fresh_groups, config.run.seed)
+    sampler = make_sampler(config.data, config.fresh_groups, config.run.seed, data)
     if not supervised:
         check_tasks(judge, data.tasks)
     sets = evaluation_sets(config, given.eval_tasks, data)
@@ -139,27 +138,12 @@ def assemble(
     demonstrations = demonstration_sampler(config)
     report(f"loading the model {config.model.name}")
     parts = evaluation_parts(config, run, judge, sets, new_backend, values)
-    trained, judged = (demonstration, None) if supervised else (run, judge)
 
     def new_loop(journal: Journal) -> AgentLoop:
-        needs_reward = _needs_reward(config.algorithm)
-        return local_loop(
-            config.rollout, trained, judged, parts.engine, parts.chat, training=True,
-            needs_reward=needs_reward, journal=journal, values=values,
-        )  # fmt: skip
+        return training_loop(config, run, judge, parts.engine, parts.chat, journal=journal, values=values)
 
     objective: Objective = new_objective(config, parts.backend, parts.chat, demonstrations, policy)
     return RunParts(parts.backend, parts.engine, sampler, new_loop, parts.evaluator, objective, policy)
-
-
-def _needs_reward(algorithm: AlgorithmSection) -> Callable[[str], bool]:
-    """Which roles are trained by reward: those that are trained, and not by a teacher."""
-    untrained = {name for name, role in algorithm.roles.items() if not role.train}
-
-    def needs_reward(role: str) -> bool:
-        return role not in untrained and not facts("estimator", algorithm.for_role(role).estimator).needs_teacher
-
-    return needs_reward
 
 
 def numerics_of(config: RunConfig) -> dict[str, str]:
@@ -178,8 +162,7 @@ class Run:
     stop: StopRequest
     backend: Backend
     engine: RolloutEngine
-    sampler: TaskSampler
-    loop: AgentLoop
+    manager: AgentLoopManager
     policy: StalenessPolicy
     journal: RunJournal
     trackers: TrackerSet
@@ -191,8 +174,6 @@ class Run:
     coordinator: SyncCoordinator
     buffer: TrajectoryGroupBuffer
     lifecycle: GroupLifecycle
-    producer: Producer
-    batches: BatchSource
     learner: Learner
     clock: StepClock
     abandoned: Abandoned
@@ -210,7 +191,7 @@ class Run:
         if self.abandoned.count:
             metrics.record("user_code/abandoned", self.abandoned.count)
         metrics.merge(self.lifecycle.metrics())
-        metrics.record_all(self.sampler.metrics() | self.loop.metrics())
+        metrics.record_all(self.manager.metrics())
         metrics.merge(self.clock.end(self.engine.health(), overlapping=self.config.trainer.max_staleness > 0))
         totals = metrics.reduce()
         metrics.record("tokens/generated_per_s", totals["tokens/generated"] / max(self.clock.generating_s, 1e-9))
@@ -222,14 +203,14 @@ class Run:
         return TrainerState(
             step=step,
             version=self.coordinator.version,
-            sampler_position=self.sampler.position,
+            sampler_position=self.manager.sampler.position,
             next_group_id=self.lifecycle.next_group_id,
             evaluations=self.evaluations.history,
             unfinished=self.lifecycle.unfinished(),
             random=random_states(),
             extra={
                 "policy": self.policy.state(),
-                "curriculum": self.sampler.state(),
+                "curriculum": self.manager.sampler.state(),
                 "used": self.buffer.used(),
                 "untold_evaluation": self.evaluating.unreported,
             },
@@ -331,37 +312,32 @@ def _build(config: RunConfig, parts: RunParts, beside: _Beside, state: TrainerSt
     journal, trackers, callbacks = beside.journal, beside.trackers, beside.callbacks
     buffer = TrajectoryGroupBuffer(config, spill_dir=beside.folder / "spill")
     start = find_start(journal, buffer, state)
-    coordinator = SyncCoordinator(
-        policy,
-        config.fresh_groups,
-        version=start.version,
-        over_sample=config.produce.over_sample,
-        capacity=config.produce.capacity,
-        batches=batches_left(config, start.step),
-        largest_step=section.batch_size,
-        account=start.account,
+    left = batches_left(config, start.step)
+    coordinator = SyncCoordinator.from_config(
+        config, policy, version=start.version, batches=left, account=start.account
     )
     lifecycle = GroupLifecycle(
         config.rollout.group_size, config.algorithm, sampler, coordinator, buffer, journal, start.next_group_id
     )
     resumed = restore_loops(start, journal, sampler, buffer, lifecycle, policy)
-    producer = Producer(config, sampler, beside.loop, coordinator, lifecycle, resumed, journal.batch_begun_at())
     learner = Learner(config, parts.backend, parts.objective, policy)
     shares = engine.shares_weights
     streams = learner.streams and (not shares if section.stream is None else section.stream)
     releases = section.max_staleness == 0 if section.release_cache is None else section.release_cache
     stopping = beside.stop
-    batches = BatchSource(
-        config, coordinator, buffer, lifecycle, producer, streams, lambda: stopping.requested, trackers.message
-    )
+    manager = AgentLoopManager(
+        config, sampler, beside.loop, coordinator, buffer, lifecycle, resumed=resumed,
+        begun_at=journal.batch_begun_at(), streams=streams, stopping=lambda: stopping.requested,
+        report=trackers.message,
+    )  # fmt: skip
     history = state.evaluations if state else ()
     evaluations = Evaluations(parts.evaluator, engine, journal, callbacks, trackers.progress, history)
     alarms = Alarms(config.alarm, config.algorithm.roles, samples_as_learned(config), trackers.message)
     return Run(
         config=config, folder=beside.folder, start=start, stop=stopping, backend=parts.backend, engine=engine,
-        sampler=sampler, loop=beside.loop, policy=policy, journal=journal, trackers=trackers,
+        manager=manager, policy=policy, journal=journal, trackers=trackers,
         callbacks=callbacks, evaluating=beside.evaluating, evaluations=evaluations,
         alarms=alarms, checkpoints=beside.checkpoints, coordinator=coordinator,
-        buffer=buffer, lifecycle=lifecycle, producer=producer, batches=batches, learner=learner, clock=StepClock(),
+        buffer=buffer, lifecycle=lifecycle, learner=learner, clock=StepClock(),
         abandoned=beside.abandoned, releases_cache=shares and releases and not streams,
     )  # fmt: skip

@@ -70,20 +70,13 @@ class Simulation:
     """One run. `now_s` is the virtual clock."""
 
     def __init__(self, config: RunConfig, durations: Durations, *, ends: bool = False) -> None:
-        section, trainer, produce = config.simulate, config.trainer, config.produce
+        section, trainer = config.simulate, config.trainer
         self._config = config
         self._durations = durations
         self._steps = section.steps
         self._warmup = section.steps // 4 if section.warmup is None else section.warmup
         self._policy: StalenessPolicy = resolve("staleness", trainer.staleness)(trainer.max_staleness)
-        self.coordinator = SyncCoordinator(
-            self._policy,
-            config.fresh_groups,
-            over_sample=produce.over_sample,
-            capacity=produce.capacity,
-            batches=self._steps if ends else None,
-            largest_step=trainer.batch_size,
-        )
+        self.coordinator = SyncCoordinator.from_config(config, self._policy, batches=self._steps if ends else None)
         by_role = config.model_copy(update={"workflow": WorkflowSection()})  # virtual episodes are no hook's
         self.buffer = TrajectoryGroupBuffer(by_role)
         self._slots = max(1, config.rollout.max_concurrent // config.rollout.group_size)
