@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from headrace.rollout.gateway import configure as configure_gateway
 from headrace.rollout.remote_model import Client, NoEngine, remote_model
 from headrace.rollout.store import Values
 from headrace.rollout.workflow import RunFunction, run_function
+from headrace.utils.threads import run_in_thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,28 @@ def assemble_evaluation(config: RunConfig) -> EvaluationParts:
     run, judge = run_function(config.workflow), configured_judger(config.workflow, config.judge)
     new_backend = checked_backend(config)
     return evaluation_parts(config, run, judge, evaluation_sets(config), new_backend)
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """A model: who trains it, and who samples from it."""
+
+    backend: Backend
+    engine: RolloutEngine
+
+
+@asynccontextmanager
+async def open_policy(config: RunConfig) -> AsyncIterator[Policy]:
+    """The model that a configuration names, loaded, with its engine in this process. Both are closed at the end."""
+    config = in_this_process(config)
+    backend: Backend = await run_in_thread(checked_backend(config), config)
+    policy = Policy(backend, backend.create_engine())
+    try:
+        await backend.publish(0)
+        yield policy
+    finally:
+        await policy.engine.close()
+        await backend.close()
 
 
 def evaluation_parts(
