@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from headrace.judge import library
 from headrace.judge.evaluate import Evaluator
+from headrace.judge.objects import object_variables
 
 _PARTS = (ast.expr_context, ast.operator, ast.unaryop, ast.cmpop, ast.boolop, ast.Slice, ast.Starred, ast.keyword)
 _MORE_PARTS = (ast.arguments, ast.arg, ast.comprehension, ast.alias, ast.ExceptHandler, ast.Module)
@@ -22,6 +23,7 @@ class Asserts:
     source: str
     tree: ast.Module
     guest_names: frozenset[str]
+    objects: frozenset[str]
     problem: str | None
 
 
@@ -38,7 +40,10 @@ def read_asserts(source: str, entry_point: str | None = None) -> Asserts:
     guest = frozenset({entry_point} if entry_point else ())
     if not _names_of_program(tree, bound, guest):  # a solution that is named as one of Python's functions
         guest = frozenset(name for name in library.BUILTINS if _called(tree, name) and name not in bound)
-    return Asserts(ast.unparse(tree), tree, guest, next(_problems(tree, bound, guest), None))
+    nodes = list(_evaluated(tree))
+    objects, unclear = object_variables(nodes, _guest_names(nodes, bound) | guest)
+    problem = next(_problems(tree, bound, guest, objects), unclear)
+    return Asserts(ast.unparse(tree), tree, guest, objects, problem)
 
 
 def _called(tree: ast.AST, name: str) -> bool:
@@ -59,8 +64,14 @@ def _bound(tree: ast.AST) -> Iterator[str]:
 
 
 def _names_of_program(tree: ast.AST, bound: set[str], guest: frozenset[str]) -> bool:
-    loaded = {node.id for node in _evaluated(tree) if isinstance(node, ast.Name)}
-    return bool({name for name in loaded - bound if name not in library.known_names()} | (loaded & guest))
+    nodes = list(_evaluated(tree))
+    loaded = {node.id for node in nodes if isinstance(node, ast.Name)}
+    return bool(_guest_names(nodes, bound) | (loaded & guest))
+
+
+def _guest_names(nodes: list[ast.AST], bound: set[str]) -> frozenset[str]:
+    loaded = {node.id for node in nodes if isinstance(node, ast.Name)}
+    return frozenset(loaded - bound - set(library.known_names()))
 
 
 def _evaluated(node: ast.AST) -> Iterator[ast.AST]:
@@ -75,7 +86,7 @@ def _evaluated(node: ast.AST) -> Iterator[ast.AST]:
                 yield from _evaluated(child)
 
 
-def _problems(tree: ast.Module, bound: set[str], guest: frozenset[str]) -> Iterator[str]:
+def _problems(tree: ast.Module, bound: set[str], guest: frozenset[str], objects: frozenset[str]) -> Iterator[str]:
     nodes = list(_evaluated(tree))
     if not any(isinstance(node, ast.Assert) for node in nodes):
         yield "it asserts nothing"
@@ -85,6 +96,7 @@ def _problems(tree: ast.Module, bound: set[str], guest: frozenset[str]) -> Itera
     for node in nodes:
         yield from _problems_of_names(node, bound, guest)
         yield from _problems_of_form(node)
+        yield from _problems_of_methods(node, objects)
     yield from _problems_of_modules(nodes)
 
 
@@ -104,6 +116,13 @@ def _problems_of_names(node: ast.AST, bound: set[str], guest: frozenset[str]) ->
                 inside = {one.id for one in ast.walk(argument) if isinstance(one, ast.Name)}
                 if isinstance(argument, ast.Lambda) and inside & bound - {one.arg for one in argument.args.args}:
                     yield "it hands the program a lambda that uses names of the test"
+
+
+def _problems_of_methods(node: ast.AST, objects: frozenset[str]) -> Iterator[str]:
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        owner, name = node.func.value, node.func.attr
+        if name in library.UNKNOWN_METHODS and not (isinstance(owner, ast.Name) and owner.id in objects):
+            yield f"it calls .{name}"
 
 
 def _problems_of_form(node: ast.AST) -> Iterator[str]:

@@ -157,7 +157,7 @@ def _holds(check: Asserts, session: Session) -> bool:
         if check.problem is not None:
             session.ask("run", check.source)
         else:
-            Evaluator(session, check.guest_names).run(check.tree)
+            Evaluator(session, check.guest_names, check.objects).run(check.tree)
     except Exception:  # whatever the program has said, and whatever came of it here, is its own fault
         return False
     return True

@@ -6,8 +6,9 @@ import ast
 from typing import Any
 
 from headrace.judge import library
-from headrace.judge.expressions import Expressions, FailedError, Function, GuestName, Module, ReturnError, Scope
+from headrace.judge.expressions import Expressions, FailedError, ReturnError
 from headrace.judge.session import RaisedError, Session
+from headrace.judge.values import Function, Module, Scope
 
 
 class _BreakError(Exception):
@@ -21,8 +22,8 @@ class _ContinueError(Exception):
 class Evaluator(Expressions):
     """Runs one test."""
 
-    def __init__(self, session: Session, guest_names: frozenset[str] = frozenset()) -> None:
-        super().__init__(session, guest_names)
+    def __init__(self, session: Session, guest_names: frozenset[str], objects: frozenset[str]) -> None:
+        super().__init__(session, guest_names, objects)
         self._modules = library.modules()
 
     def run(self, tree: ast.Module) -> None:
@@ -35,20 +36,15 @@ class Evaluator(Expressions):
             getattr(self, f"_do_{type(statement).__name__}")(statement, scope)
 
     def _do_Assert(self, node: ast.Assert, scope: Scope) -> None:
-        if not self._plain(self._value(node.test, scope)):
+        if not self._values.plain(self._value(node.test, scope)):
             raise FailedError(f"line {node.lineno}")
 
     def _do_Expr(self, node: ast.Expr, scope: Scope) -> None:
         if isinstance(node.value, ast.Call):
-            self._lend(node.value, scope)
-        self._value(node.value, scope)
-
-    def _lend(self, call: ast.Call, scope: Scope) -> None:
-        """A call whose result is not used is there for what it does to its arguments: they move into the program."""
-        if isinstance(call.func, ast.Name) and isinstance(self._value(call.func, scope), GuestName):
-            for argument in call.args:
-                if isinstance(argument, ast.Name) and type(scope.get(argument.id)) in (list, dict, set):
-                    scope[argument.id] = self._session.ask("get", self._given(scope[argument.id]))
+            self._count()
+            self._call(node.value, scope, used=False)
+        else:
+            self._value(node.value, scope)
 
     def _do_Pass(self, node: ast.Pass, scope: Scope) -> None:
         pass
@@ -64,11 +60,11 @@ class Evaluator(Expressions):
 
     def _do_AugAssign(self, node: ast.AugAssign, scope: Scope) -> None:
         target: Any = ast.copy_location(ast.Name(node.target.id, ast.Load()), node)  # type: ignore[union-attr]
-        left, right = self._plain(self._value(target, scope)), self._plain(self._value(node.value, scope))
+        left, right = self._values.plain(self._value(target, scope)), self._values.plain(self._value(node.value, scope))
         self._bind(node.target, library.BINARY[type(node.op)](left, right), scope)
 
     def _do_For(self, node: ast.For, scope: Scope) -> None:
-        for item in self._items(self._value(node.iter, scope)):
+        for item in self._values.items(self._value(node.iter, scope)):
             self._bind(node.target, item, scope)
             try:
                 self._block(node.body, scope)
@@ -79,7 +75,7 @@ class Evaluator(Expressions):
         self._block(node.orelse, scope)
 
     def _do_If(self, node: ast.If, scope: Scope) -> None:
-        self._block(node.body if self._plain(self._value(node.test, scope)) else node.orelse, scope)
+        self._block(node.body if self._values.plain(self._value(node.test, scope)) else node.orelse, scope)
 
     def _do_Break(self, node: ast.Break, scope: Scope) -> None:
         raise _BreakError

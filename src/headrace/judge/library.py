@@ -113,7 +113,7 @@ UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {
 
 
 def _is(left: Any, right: Any) -> bool:
-    """Of copies, identity can only be told for the values of which there is one; for others it means equality."""
+    """Copies have lost their identity: `is` means equality, of the same type."""
     return left is right or (type(left) is type(right) and left == right)
 
 
@@ -245,8 +245,11 @@ CONSTRUCTORS: dict[Any, Callable[..., Any]] = {
     str: _text,
     bytes: lambda value=b"": bytes(value) if not isinstance(value, int) else bytes(min(value, _MOST_ITEMS)),
 }
-DELEGATED = _words("list tuple set frozenset dict sorted sum max min len str repr next iter int float")
-"""Builtins that the program may do itself on an object of its own: the result is a value like any other."""
+ANSWERED = _words("len str repr next int float dict")
+"""Builtins whose result an object of the program gives itself. The request holds no value of the test."""
+
+ITERATING = _words("list tuple set frozenset sorted sum max min all any iter reversed enumerate zip map filter")
+"""Builtins that iterate over their arguments: of an object of the program, over what `list` of it gives there."""
 
 EXCEPTIONS = _words(
     "Exception ValueError TypeError KeyError IndexError ZeroDivisionError AttributeError RuntimeError OverflowError "
@@ -290,37 +293,58 @@ def _replace(text: str, old: str, new: str, count: int = -1) -> str:
     return text.replace(old, new, count)
 
 
+def _widened(name: str) -> Callable[..., str]:
+    def checked(text: str, width: int, *fill: str) -> str:
+        _check(width, _MOST_ITEMS)
+        return getattr(text, name)(width, *fill)
+
+    return checked
+
+
 PREDICATES = _words(
     "startswith endswith isdigit isalpha isalnum isupper islower isspace isnumeric isdecimal istitle isidentifier "
-    "isascii issubset issuperset isdisjoint is_integer"
+    "isascii isprintable issubset issuperset isdisjoint is_integer"
 )
-"""Methods of plain values that only say yes or no: never left to the program."""
+"""Methods of plain values that only answer yes or no."""
 
 METHODS: dict[type, frozenset[str]] = {
-    str: PREDICATES
+    str: PREDICATES - _words("issubset issuperset isdisjoint is_integer")
     | _words(
         "lower upper strip lstrip rstrip split rsplit splitlines join replace count find index rfind rindex title "
-        "capitalize swapcase casefold partition rpartition removeprefix removesuffix encode"
+        "capitalize swapcase casefold partition rpartition removeprefix removesuffix encode center ljust rjust zfill"
     ),
-    bytes: _words("decode hex startswith endswith"),
+    bytes: _words("decode hex startswith endswith count find index lower upper strip split"),
     list: _words("append extend insert pop remove sort reverse count index copy clear"),
     tuple: _words("count index"),
-    dict: _words("get keys values items copy pop setdefault update"),
+    dict: _words("get keys values items copy pop popitem setdefault update clear"),
     set: _words(
-        "issubset issuperset isdisjoint union intersection difference symmetric_difference add remove discard copy"
+        "issubset issuperset isdisjoint union intersection difference symmetric_difference add remove discard copy "
+        "pop clear update intersection_update difference_update symmetric_difference_update"
     ),
-    int: _words("bit_length bit_count"),
-    float: _words("is_integer"),
+    int: _words("bit_length bit_count conjugate"),
+    float: _words("is_integer hex conjugate"),
+    complex: _words("conjugate"),
     random.Random: _words(_RANDOM),
 }
 METHODS[frozenset] = METHODS[set]
-VALUE_METHODS = frozenset().union(*(METHODS[kind] for kind in (str, bytes, list, tuple, dict, set)))
-"""Methods of plain values that a test may chain to a call."""
-_SPECIAL: dict[tuple[type, str], Callable[..., Any]] = {(str, "join"): _join, (str, "replace"): _replace}
+_KINDS = (bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict)
+PLAIN_NAMES = frozenset(name for kind in _KINDS for name in dir(kind) if not name.startswith("_"))
+"""What plain values have as methods and attributes. An object with other ones is of a class of the program."""
+
+_FIELDS = _words("real imag numerator denominator")
+UNKNOWN_METHODS = PLAIN_NAMES - frozenset().union(*METHODS.values()) - _FIELDS
+"""Methods of plain values that the host does not have."""
+_SPECIAL: dict[tuple[type, str], Callable[..., Any]] = {
+    (str, "join"): _join,
+    (str, "replace"): _replace,
+    **{(str, name): _widened(name) for name in ("center", "ljust", "rjust", "zfill")},
+}
 
 
-def method_of(value: Any, name: str) -> Callable[..., Any]:
-    """A method of a host value, or NotPlainError."""
+def attribute_of(value: Any, name: str) -> Any:
+    """A method or field of a host value, or NotPlainError."""
+    if name in _FIELDS and isinstance(value, (int, float, complex, Fraction)):
+        return getattr(value, name)
     if name not in METHODS.get(type(value), ()):
         raise NotPlainError(f"no method {name} of {type(value).__name__} in a test")
     special = _SPECIAL.get((type(value), name))

@@ -21,6 +21,30 @@ class NotPlainError(Exception):
     """Not a plain value: malformed, too large, or an object of the program's own."""
 
 
+class Handle:
+    """An object that stays in the program, and its plain form, if it has one, as of answer number `asked`.
+
+    It is no value to compute with: comparing it or asking for its truth is an error, in case a use of it is not
+    resolved to its plain form first.
+    """
+
+    __slots__ = ("asked", "has_plain", "number", "value")
+
+    def __init__(self, number: int | None, asked: int, has_plain: bool = False, value: Any = None) -> None:
+        self.number = number
+        self.asked = asked
+        self.has_plain = has_plain
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        raise NotPlainError("an object of the program cannot be compared")
+
+    def __bool__(self) -> bool:
+        raise NotPlainError("an object of the program is neither true nor false")
+
+    __hash__ = object.__hash__
+
+
 def read_json(body: bytes) -> Any:
     """JSON of untrusted bytes."""
     try:
@@ -29,8 +53,8 @@ def read_json(body: bytes) -> Any:
         raise NotPlainError(f"no JSON: {error}") from None
 
 
-def decode(said: Any, depth: int = 0) -> Any:
-    """The value that tagged JSON stands for."""
+def decode(said: Any, asked: int = 0, depth: int = 0) -> Any:
+    """The value that tagged JSON stands for: exact builtin types and fractions, and handles of other objects."""
     if said is None or type(said) in (bool, str):
         return said
     if type(said) is not dict or len(said) != 1 or depth > _DEEPEST:
@@ -39,42 +63,60 @@ def decode(said: Any, depth: int = 0) -> Any:
     try:
         if tag in _LEAVES:
             return _LEAVES[tag](inner)
-        return _container(tag, inner, depth)
+        return _handle(inner, asked, depth) if tag == "h" else _container(tag, inner, asked, depth)
     except (ValueError, TypeError, OverflowError) as error:
         raise NotPlainError(f"malformed value: {error}") from None
 
 
-def _container(tag: str, inner: Any, depth: int) -> Any:
+def _container(tag: str, inner: Any, asked: int, depth: int) -> Any:
     if type(inner) is not list:
         raise NotPlainError("a container without a list")
+
+    def inside(item: Any) -> Any:
+        return decode(item, asked, depth + 1)
+
     if tag == "l":
-        return [decode(item, depth + 1) for item in inner]
+        return [inside(item) for item in inner]
     if tag == "t":
-        return tuple(decode(item, depth + 1) for item in inner)
+        return tuple(inside(item) for item in inner)
     if tag == "s":
-        return set(hashable(_frozen(decode(item, depth + 1)) for item in inner))
+        return set(hashable(_key(inside(item)) for item in inner))
     if tag == "d":
-        keys = hashable(_frozen(decode(key, depth + 1)) for key, _ in inner)
-        return dict(zip(keys, (decode(item, depth + 1) for _, item in inner), strict=True))
+        keys = hashable(_key(inside(key)) for key, _ in inner)
+        return dict(zip(keys, (inside(item) for _, item in inner), strict=True))
     raise NotPlainError("an unknown tag")
+
+
+def _handle(inner: Any, asked: int, depth: int) -> Handle:
+    if type(inner) is not list or len(inner) not in (1, 2) or type(inner[0]) is not int or not 0 <= inner[0] < 2**31:
+        raise NotPlainError("no handle")
+    if len(inner) == 1:
+        return Handle(inner[0], asked)
+    value = decode(inner[1], asked, depth + 1)
+    if isinstance(value, Handle):
+        raise NotPlainError("a handle as a plain form")
+    return Handle(inner[0], asked, True, value)
 
 
 def hashable(values: Iterable[Any]) -> list[Any]:
     """The values, fit for a set or as keys: with many of one hash, building it would take quadratic time."""
     found = list(values)
-    by_hash = sorted(((hash(value), place) for place, value in enumerate(found)))
+    by_hash = sorted((hash(value), index) for index, value in enumerate(found))
     run: list[Any] = []
-    for number, (code, place) in enumerate(by_hash):
+    for number, (code, index) in enumerate(by_hash):
         if number == 0 or by_hash[number - 1][0] != code:
             run = []
-        if found[place] not in run:  # at most _MOST_ALIKE comparisons
-            run.append(found[place])
+        if found[index] not in run:  # at most _MOST_ALIKE comparisons
+            run.append(found[index])
         if len(run) > _MOST_ALIKE:
             raise NotPlainError("too many different values of one hash")
     return found
 
 
-def _frozen(value: Any) -> Any:
+def _key(value: Any) -> Any:
+    """A value as an element of a set or a key of a dict."""
+    if isinstance(value, Handle):
+        raise NotPlainError("an object of the program as a key")
     return frozenset(value) if type(value) is set else value
 
 

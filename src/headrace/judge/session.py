@@ -1,8 +1,8 @@
 """A conversation with a program in the sandbox: one request, one answer, over two pipes.
 
-A request names a function of the program and its arguments; the answer is a plain value, "an object of the program's
-own", or what was raised. Every value in the program has a number, by which later requests can mean it. Expected values
-are never part of a request. Answers are untrusted: whatever is wrong with one ends the conversation.
+A request names a function of the program and its arguments. The answer is a value or what was raised. A value is plain
+data. An object of any other type stays in the program and crosses as a Handle, by which later requests refer to it.
+Expected values are never part of a request. Answers are untrusted: a malformed one ends the conversation.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import select
 import time
 from typing import Any
 
-from headrace.judge.plain import NotPlainError, decode, read_json
+from headrace.judge.plain import Handle, NotPlainError, decode, read_json
 
 _POLL_S = 0.25  # how soon a session that was closed from outside notices
 _MOST_ANSWERS = 8  # all answers together, in the largest size of one
@@ -29,18 +29,6 @@ class RaisedError(Exception):
     def __init__(self, names: list[str]) -> None:
         super().__init__(names[0] if names else "?")
         self.names = names
-
-
-class Handle:
-    """A value in the program. Its plain form is known as of the answer number `asked`."""
-
-    __slots__ = ("asked", "number", "plain", "value")
-
-    def __init__(self, number: int, plain: bool, value: Any) -> None:
-        self.number = number
-        self.asked = number
-        self.plain = plain
-        self.value = value
 
 
 class Session:
@@ -60,33 +48,38 @@ class Session:
         """From another thread: the next wait fails."""
         self._closed = True
 
-    def ask(self, *request: Any) -> Handle:
-        """Send a request and wait for its answer."""
+    def ask(self, *request: Any) -> Any:
+        """Send a request and wait for its answer: plain data, in which objects of the program's own are handles."""
         body = json.dumps(request).encode()
         self._write(len(body).to_bytes(4, "big") + body)
         length = int.from_bytes(self._read(4), "big")
         if length > self._answer_bytes:
             raise self._ended("an answer is too long")
-        number, self._count = self._count, self._count + 1
+        self._count += 1
         try:
-            said = read_json(self._read(length))
+            answer = read_json(self._read(length))
         except NotPlainError as error:
             raise self._ended(str(error)) from None
-        if type(said) is not list or not said or said[0] not in ("v", "o", "x"):
+        if type(answer) is not list or len(answer) != 2 or answer[0] not in ("v", "x"):
             raise self._ended("an answer of no known form")
-        if said[0] == "x":
-            raise RaisedError([name for name in said[1] if type(name) is str] if _is_list(said) else [])
+        if answer[0] == "x":
+            names = answer[1] if type(answer[1]) is list else []
+            raise RaisedError([name for name in names if type(name) is str])
         try:
-            return Handle(number, True, decode(said[1])) if said[0] == "v" and len(said) == 2 else _opaque(number)
-        except NotPlainError:
-            return _opaque(number)
+            return decode(answer[1], self._count)
+        except NotPlainError:  # a test that does not use the value may still be passed
+            return Handle(None, self._count)
 
     def plain(self, handle: Handle) -> Any:
-        """The plain value of a handle now: the program may have changed it since."""
-        if handle.asked != self._count - 1:
+        """The plain form of an object now: the program may have changed it since it answered."""
+        if handle.asked != self._count and handle.number is not None:
             fresh = self.ask("get", {"h": handle.number})
-            handle.asked, handle.plain, handle.value = self._count - 1, fresh.plain, fresh.value
-        if not handle.plain:
+            if isinstance(fresh, Handle):
+                handle.has_plain, handle.value = fresh.has_plain, fresh.value
+            else:
+                handle.has_plain, handle.value = True, fresh
+            handle.asked = self._count
+        if not handle.has_plain:
             raise NotPlainError("an object of the program's own")
         return handle.value
 
@@ -132,11 +125,3 @@ class Session:
                 raise self._ended("the program has ended")
             found += more
         return bytes(found)
-
-
-def _is_list(said: list[Any]) -> bool:
-    return len(said) == 2 and type(said[1]) is list
-
-
-def _opaque(number: int) -> Handle:
-    return Handle(number, False, None)
