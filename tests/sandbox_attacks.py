@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from disk_attacks import ALLOWED, DISK
+
 SECRET = "hunter2"  # in the driver's environment, in a file of its folder, and in its memory
 HELD = ["assert attack() == 'held'"]
 
@@ -244,6 +246,12 @@ FORKS = (
 )
 
 
+def disk_rows() -> list[Row]:
+    two = ["assert f(1) == 2"]
+    rows = [Row(f"disk: {name}", code, two, 0.0) for name, code in DISK.items()]
+    return [*rows, Row("disk: less than is allowed", ALLOWED, two, 1.0)]
+
+
 def bomb_rows(places: dict[str, Any]) -> list[Row]:
     """Too much of everything, each within what a machine survives without a sandbox, too."""
     mark = places["mark"]
@@ -292,7 +300,7 @@ def bomb_rows(places: dict[str, Any]) -> list[Row]:
 
 
 def rows(mode: str, places: dict[str, Any]) -> list[Row]:
-    return [*forging_rows(), *escape_rows(mode, places), *bomb_rows(places)]
+    return [*forging_rows(), *escape_rows(mode, places), *disk_rows(), *bomb_rows(places)]
 
 
 def together(some: list[Row]) -> Row:
@@ -325,7 +333,7 @@ async def judge_all(mode: Any, places: dict[str, Any]) -> dict[str, Any]:
         return list(await asyncio.gather(*(verdict(row) for row in some)))
 
     escapes = escape_rows(mode, places)
-    others = [*forging_rows(), *bomb_rows(places)]
+    others = [*forging_rows(), *disk_rows(), *bomb_rows(places)]
     batches = [escapes[start : start + 10] for start in range(0, len(escapes), 10)] + [[row] for row in others]
     # those that start processes themselves come after the fork bombs: the limit may be one for all of a user's
     at_once = [batch for batch in batches if not batch[0].name.startswith("persist")]

@@ -39,7 +39,6 @@ _SET_SUBREAPER, _SET_KEEPCAPS, _AMBIENT, _AMBIENT_RAISE, _READ_SEARCH = 36, 8, 4
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # Landlock, on every architecture
 _READ, _FILE_WRITE = 0b1101, 0x4002  # execute, read files and folders; write and truncate a file
 _WATCH_S = 0.05
-_MOST_FILES = 10_000
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -238,39 +237,22 @@ def _kill_children() -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _sizes(folder: str) -> tuple[list[int], list[str]]:
-    """The sizes of what is in a folder, and the folders in it, while a program changes it."""
-    sizes, folders = [], []
-    try:
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                sizes.append(entry.stat(follow_symlinks=False).st_blocks * 512)
-                if entry.is_dir(follow_symlinks=False):
-                    folders.append(entry.path)
-    except OSError:
-        pass
-    return sizes, folders
-
-
-def _is_over(folder: str, megabytes: int) -> bool:
-    """Whether a folder holds more than it may, by size or by number of files."""
-    size, count, folders = 0, 0, [folder]
-    while folders and count <= _MOST_FILES and size <= megabytes << 20:
-        sizes, inside = _sizes(folders.pop())
-        folders += inside
-        size, count = size + sum(sizes), count + len(sizes)
-    return count > _MOST_FILES or size > megabytes << 20
-
-
 def _supervise(spec: dict[str, Any], as_root: bool) -> int:
     """Start the program, wait for it, and leave nothing of it behind."""
+    sys.path.append(os.path.dirname(__file__))  # the last one: this folder has modules named as Python's own
+    from disk_watch import DiskWatch  # type: ignore[import-not-found]
+
     _prctl(_SET_SUBREAPER, 1)
     signals = (signal.SIGCHLD, signal.SIGTERM)
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    running, held = os.pipe()  # closed in the program when it starts
     program = os.fork()
     if program == 0:
         _become_beside(spec, as_root)
     os.close(spec["status"])
+    os.close(held)
+    user = _NOBODY if as_root and spec["mode"] == "seccomp" else os.geteuid()
+    disk = DiskWatch(spec["root"], spec["disk_mb"] << 20, user)
     _prctl(_SET_DUMPABLE, 0)
     _prctl(_SET_PDEATHSIG, signal.SIGTERM)  # a signal to be waited for, in place of the end
     status = -signal.SIGKILL
@@ -284,7 +266,7 @@ def _supervise(spec: dict[str, Any], as_root: bool) -> int:
         if ended == program:
             status = os.waitstatus_to_exitcode(how)
             break
-        if _is_over(spec["root"], spec["disk_mb"]):
+        if _is_hung_up(running) and disk.is_over():
             break
     _kill_children()
     return status & 0xFF
