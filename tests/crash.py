@@ -256,7 +256,7 @@ class Watch:
         self._wrap(TrackerSet, "log", lambda **_: "tracked")
         self._wrap(saving.CheckpointWriter, "_write", lambda **_: "checkpoint")
         self._wrap(saving.manifest, "seal", lambda **_: "sealed")
-        self._wrap(saving, "_put_in_place", lambda **_: "in_place")
+        self._wrap(saving, "put_in_place", lambda **_: "in_place")
         self._wrap(trainer, "mark_finished", lambda **_: "done")
         self._wrap(setup, "_build", lambda **_: "set up")
         opened = Ledger.open.__func__  # type: ignore[attr-defined]

@@ -126,7 +126,7 @@ def test_bad_data_are_refused_with_a_sentence_and_the_model_continues(
     model = new_model(service)
     with pytest.raises(tinker.BadRequestError, match=sentence):
         model.forward_backward([imitation(), datum], loss).result()
-    with pytest.raises(tinker.RequestFailedError, match="no gradient"):
+    with pytest.raises(tinker.RequestFailedError, match="no accumulated gradient"):
         model.optim_step(SGD_LIKE).result()  # nothing of the refused batch was taken
     model.forward_backward([imitation()], "cross_entropy").result()
     assert step(model, SGD_LIKE) > 0
@@ -264,7 +264,7 @@ def test_a_batch_that_fails_half_way_leaves_no_gradient(service: tinker.ServiceC
     absurd = row(tokens(10), logprobs=[-1e30] * 9, advantages=[1e30] * 9)
     with pytest.raises(tinker.RequestFailedError, match="datum 1 is not finite"):
         model.forward_backward([sampled("ppo"), absurd], "importance_sampling").result()
-    with pytest.raises(tinker.RequestFailedError, match="no gradient"):
+    with pytest.raises(tinker.RequestFailedError, match="no accumulated gradient"):
         model.optim_step(SGD_LIKE).result()
 
 

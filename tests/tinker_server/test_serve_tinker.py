@@ -231,7 +231,7 @@ def test_a_batch_in_many_chunks_is_put_together_in_order(service: tinker.Service
 def test_forward_leaves_the_gradients_alone_and_a_step_without_any_is_refused(service: tinker.ServiceClient) -> None:
     model = new_model(service)
     model.forward([imitation()], "cross_entropy").result()
-    with pytest.raises(tinker.RequestFailedError, match="no gradient"):
+    with pytest.raises(tinker.RequestFailedError, match="no accumulated gradient"):
         model.optim_step(SGD_LIKE).result()
     model.forward_backward([imitation()], "cross_entropy").result()
     assert step(model, SGD_LIKE) > 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -126,6 +126,19 @@ class Request:
             finish_reason=str(reason),
             temperature=self.params.temperature,
         )
+
+
+def deliver(ended: Sequence[tuple[Request, str]]) -> None:
+    """Give the callers of requests that have ended their generations."""
+    for request, reason in ended:
+        settle(request.result, lambda r=request, why=reason: r.generation(why))
+
+
+def fail(futures: Iterable[Future[Any]], new_error: Callable[[], Exception]) -> None:
+    """Give callers that still wait an exception, each one of its own: raising writes to it."""
+    for future in futures:
+        with suppress(InvalidStateError):
+            future.set_exception(new_error())
 
 
 def settle(future: Future[Any], function: Callable[[], Any]) -> None:

@@ -22,7 +22,7 @@ from headrace.config.rules import best_metric
 from headrace.errors import BackendError, CheckpointError, ConfigError
 from headrace.run import manifest
 from headrace.run.checkpoint import Tell, TrainerState, checkpoint_folder, find_whole, list_checkpoints, step_of
-from headrace.utils.durable import sync, sync_tree
+from headrace.utils.durable import put_in_place, sync_tree
 
 if TYPE_CHECKING:
     from headrace.backends.base import Backend
@@ -99,7 +99,7 @@ class CheckpointWriter:
             for name, text in texts.items():
                 (beside / name).write_text(text)
             manifest.seal(beside, step=step_of(target))
-            _put_in_place(beside, target)
+            put_in_place(beside, target)
         self._delete_all_but(keep)
 
     def _delete_all_but(self, keep: Callable[[list[int]], set[int]]) -> None:
@@ -185,7 +185,7 @@ def adopt(run_dir: Path, source: Path, tell: Tell = lambda _: None) -> None:
         _new_folder(target)
         shutil.copytree(found.whole, beside, copy_function=_link)
         sync_tree(beside)
-        _put_in_place(beside, target)
+        put_in_place(beside, target)
     for folder, damage in found.damaged:
         tell(f"the checkpoint {folder} is damaged: {damage}; it is passed over for the one before")
     tell(f"this run starts from {found.whole}")
@@ -217,23 +217,6 @@ def _new_folder(target: Path) -> None:
     """The folder beside is made by the backend, and its parent here."""
     shutil.rmtree(_beside(target, _PARTIAL), ignore_errors=True)
     target.parent.mkdir(parents=True, exist_ok=True)
-
-
-def _put_in_place(beside: Path, target: Path) -> None:
-    if target.exists():
-        replaced = _beside(target, _REPLACED)
-        shutil.rmtree(replaced, ignore_errors=True)
-        target.rename(replaced)
-        try:
-            beside.rename(target)
-        except OSError:
-            replaced.rename(target)
-            raise
-        sync(target.parent)
-        shutil.rmtree(replaced, ignore_errors=True)
-    else:
-        beside.rename(target)
-        sync(target.parent)
 
 
 def _delete(folder: Path) -> None:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from headrace.backends.local.backend import eos_token_ids
+from headrace.backends.local.storage import load_weights
 from headrace.config import LoraSection, ModelSection
 from headrace.engines.torch.engine import usable_length
-from headrace.errors import BackendError
 from headrace.models.catalog import resolve_model
 from headrace.models.causal import CausalModel, build_causal_model
 from headrace.models.load import add_adapters, load_model, load_tokenizer
@@ -45,14 +45,9 @@ class Adapted:
         """What is trained, by name."""
         return {name: p for name, p in self.hf_model.named_parameters() if p.requires_grad}
 
-    @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Take over adapters of the same shape."""
-        own = self.parameters()
-        if own.keys() != weights.keys() or any(own[name].shape != weights[name].shape for name in own):
-            raise BackendError("the saved adapters are of another base model, rank or set of layers than this model's")
-        for name, parameter in own.items():
-            parameter.copy_(weights[name])
+        load_weights("the saved state", self.hf_model, weights)
 
 
 class Base:

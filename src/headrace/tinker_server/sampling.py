@@ -10,8 +10,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +18,11 @@ import numpy as np
 import torch
 
 from headrace.engines.base import DEFAULT_SAMPLING, Generation, SamplingParams
-from headrace.engines.request import Request, settle
+from headrace.engines.request import Request, deliver, fail, settle
 from headrace.engines.torch.lane import Lane
 from headrace.errors import DataError, EngineError, PromptTooLongError
 from headrace.models.causal import CausalModel
-from headrace.models.logprobs import wide_dtype
+from headrace.models.logprobs import top_logprobs
 from headrace.models.packed import PackedRows
 from headrace.tinker_server.base import Base
 from headrace.tinker_server.options import Refusal, ServeOptions
@@ -170,14 +169,14 @@ class SamplerPool:
             if asked:
                 self._score(one.lane.model, asked)
         except Exception as error:
-            _fail_all([request.result for request in asked], f"scoring failed: {type(error).__name__}: {error}")
+            sentence = f"scoring failed: {type(error).__name__}: {error}"
+            fail([request.result for request in asked], lambda: EngineError(sentence))
         try:
             ended = one.lane.advance(joined)
         except Exception:
             one.lane.waiting.extend(request for request in joined if request not in one.lane.running)
             raise
-        for request, reason in ended:
-            settle(request.result, lambda r=request, why=reason: r.generation(why))
+        deliver(ended)
 
     @torch.no_grad()
     def _score(self, model: CausalModel, asked: Sequence[_ScoreRequest]) -> None:
@@ -190,40 +189,21 @@ class SamplerPool:
         k = max(request.k for request in long)
         targets_M = torch.tensor([token for request in long for token in request.row[1:]])
         hidden_MD = model.hidden(PackedRows.from_rows([request.row[:-1] for request in long]))
-        chosen, ids, tops = [], [], []
-        for hidden, targets in zip(hidden_MD.split(_CHUNK), targets_M.split(_CHUNK), strict=True):
-            logits = model.logits(hidden)
-            logprobs_CV = torch.log_softmax(logits.to(wide_dtype(logits.dtype)), dim=-1)
-            chosen.append(logprobs_CV.gather(1, targets[:, None]).squeeze(1))
-            if k:
-                best = logprobs_CV.topk(k)
-                ids.append(best.indices)
-                tops.append(best.values)
+        found = top_logprobs(model, hidden_MD, targets_M, k, _CHUNK)
         counts = [len(request.row) - 1 for request in long]
-        rows = torch.cat(chosen).split(counts)
-        ids_of = torch.cat(ids).split(counts) if k else [None] * len(long)
-        tops_of = torch.cat(tops).split(counts) if k else [None] * len(long)
-        for request, row, some, best in zip(long, rows, ids_of, tops_of, strict=True):
-            top = None
-            if request.k and some is not None and best is not None:
-                top = some[:, : request.k].numpy(), best[:, : request.k].float().numpy()
+        rows, ids, best = (one.split(counts) for one in found)
+        for request, row, some, values in zip(long, rows, ids, best, strict=True):
+            top = (some[:, : request.k].numpy(), values[:, : request.k].float().numpy()) if request.k else None
             settle(request.result, lambda row=row, top=top: Scores(row.float().numpy(), top))
 
     def _fail(self, one: SamplerLane, sentence: str) -> None:
         with self._wake:
             lane = one.lane
-            futures = [r.result for r in (*lane.running, *lane.urgent, *lane.waiting)]
-            futures += [r.result for r in one.scores]
+            futures: list[Future[Any]] = [request.result for request in (*lane.take_all(), *one.scores)]
             one.scores.clear()
             one.lane = Lane(lane.model, 0, self._options.max_batch, _PREFILL_TOKENS)
-        _fail_all(futures, sentence)
+        fail(futures, lambda: EngineError(sentence))
 
 
 def _no_top(k: int) -> tuple[np.ndarray, np.ndarray] | None:
     return (np.empty((0, k)), np.empty((0, k))) if k else None
-
-
-def _fail_all(futures: Sequence[Future[Any]], sentence: str) -> None:
-    for future in futures:
-        with suppress(InvalidStateError):
-            future.set_exception(EngineError(sentence))

@@ -252,7 +252,7 @@ class Service:
             check_ttl(request.ttl_seconds)
 
             def save() -> None:
-                tensors = {"weights": model.trained.weights(), "optimizer": model.trained.moments()}
+                tensors = model.trained.state()
                 self.store.write(
                     path, self.base.name, model.shape, tensors, overwrite=request.overwrite, ttl_s=request.ttl_seconds,
                     user_metadata=request.user_metadata, run_metadata=model.metadata,
@@ -279,8 +279,9 @@ class Service:
             path = self._new_path(model, "sampler_weights", request.path)
 
             def save() -> None:
+                weights = {"weights": model.trained.state()["weights"]}
                 self.store.write(
-                    path, self.base.name, model.shape, {"weights": model.trained.weights()}, ttl_s=request.ttl_seconds,
+                    path, self.base.name, model.shape, weights, ttl_s=request.ttl_seconds,
                     user_metadata=request.user_metadata, run_metadata=model.metadata,
                 )  # fmt: skip
 

@@ -16,13 +16,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
+from headrace.backends.local.storage import write_tensors
 from headrace.errors import CheckpointError, boundary
 from headrace.tinker_server.base import LoraShape
 from headrace.tinker_server.options import Refusal
-from headrace.utils.durable import sync, sync_tree, write_durably
+from headrace.utils.durable import put_in_place, sync_tree, write_durably
 
 log = logging.getLogger("headrace")
 
@@ -136,10 +137,8 @@ class Store:
             raise Refusal(f"{path} exists; save under another name, or with overwrite=True where the call takes it")
         beside = self._folder / f".writing-{uuid.uuid4().hex}"
         with boundary(CheckpointError, f"cannot write {path}; is there room on the disk?"):
-            beside.mkdir()
             try:
-                for name, held in tensors.items():
-                    save_file(dict(held), beside / f"{name}.safetensors")
+                write_tensors(beside, tensors)
                 digests = {name: _digest(beside / f"{name}.safetensors") for name in tensors}
                 note = {
                     "format": 1,
@@ -154,12 +153,7 @@ class Store:
                 (beside / _NOTE).write_text(json.dumps(note), encoding="utf-8")
                 sync_tree(beside)
                 target.parent.mkdir(parents=True, exist_ok=True)
-                replaced = target.with_name(f".{target.name}.replaced")
-                if target.exists():
-                    target.rename(replaced)
-                beside.rename(target)
-                sync(target.parent)
-                shutil.rmtree(replaced, ignore_errors=True)
+                put_in_place(beside, target)
             finally:
                 shutil.rmtree(beside, ignore_errors=True)
 

@@ -1,38 +1,36 @@
-"""A model in training: its adapters, the gradient gathered so far, and its optimizer. Used from one thread."""
+"""A model in training: its adapters, the gradient accumulated so far, and its optimizer. Used from one thread."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from tinker.types import AdamParams
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
+from headrace.backends.local.optim import new_adamw, step
+from headrace.backends.local.storage import State, collect_state, load_tensors
+from headrace.config import OptimizerSection
 from headrace.data.packing import cut_by_tokens
-from headrace.errors import BackendError, DivergedError
 from headrace.models.causal import CausalModel
-from headrace.models.logprobs import wide_dtype
+from headrace.models.logprobs import all_target_logprobs
 from headrace.models.packed import PackedRows
 from headrace.tinker_server.base import Adapted
 from headrace.tinker_server.losses import Row, loss_of
 from headrace.tinker_server.options import Refusal
 
 _CHUNK = 1024  # positions whose logits are in memory at once
-_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
-Tensors = dict[str, Tensor]
 
 
 class TrainedModel:
-    """Gradients add up over `forward_backward` until `optim_step` applies and forgets them."""
+    """Gradients accumulate over `forward_backward` until `optim_step` applies and clears them."""
 
     def __init__(self, adapted: Adapted, micro_batch_tokens: int) -> None:
         self.adapted = adapted
         self._budget = micro_batch_tokens
         self._parameters = adapted.parameters()
-        self._optimizer = torch.optim.AdamW(list(self._parameters.values()), fused=True)
+        self._optimizer = new_adamw(list(self._parameters.values()), OptimizerSection())
 
     def forward_backward(
         self, loss: str, rows: Sequence[Row], forward_only: bool = False
@@ -52,44 +50,20 @@ class TrainedModel:
         return found, {"loss:sum": total}
 
     def optim_step(self, params: AdamParams) -> dict[str, float]:
-        """AdamW with the gradient gathered so far."""
-        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
-        if not gradients:
-            raise BackendError("optim_step was called with no gradient; call forward_backward before it")
-        norm = float(torch.nn.utils.get_total_norm(gradients))
-        if not math.isfinite(norm):
-            self._set_gradients([None] * len(self._parameters))
-            raise DivergedError(f"the gradient norm is {norm}, and no step was made; lower the learning rate")
-        if 0 < params.grad_clip_norm < norm:
-            torch._foreach_mul_(gradients, params.grad_clip_norm / norm)
+        """AdamW with the gradient accumulated so far."""
         for group in self._optimizer.param_groups:
             group["lr"], group["betas"] = params.learning_rate, (params.beta1, params.beta2)
             group["eps"], group["weight_decay"] = params.eps, params.weight_decay
-        self._optimizer.step()
-        self._set_gradients([None] * len(self._parameters))
-        return {"grad_norm": norm}
+        return {"grad_norm": step(self._optimizer, 1.0, params.grad_clip_norm)}
 
-    def weights(self) -> Tensors:
-        """A copy of the adapters."""
-        return {name: p.detach().clone() for name, p in self._parameters.items()}
-
-    def moments(self) -> Tensors:
-        """A copy of the optimizer's state."""
-        return {
-            f"{name}/{key}": self._optimizer.state[p][key].detach().clone()
-            for name, p in self._parameters.items()
-            for key in _MOMENTS
-            if p in self._optimizer.state
-        }
+    def state(self) -> State:
+        """The adapters ("weights") and Adam's moments ("optimizer"): the very tensors, which training changes."""
+        return collect_state(self.adapted.hf_model, self._optimizer)
 
     def load(self, weights: Mapping[str, Tensor], moments: Mapping[str, Tensor] | None) -> None:
-        """Go on from a saved state; without moments, the optimizer begins anew. Gathered gradients are forgotten."""
-        self.adapted.load(weights)
+        """Resume from a saved state; without moments, Adam starts anew. Accumulated gradients are cleared."""
+        load_tensors("the saved state", self.adapted.hf_model, self._optimizer, weights, moments or {})
         self._set_gradients([None] * len(self._parameters))
-        self._optimizer.state.clear()
-        for name, parameter in self._parameters.items():
-            if moments is not None and f"{name}/step" in moments:
-                self._optimizer.state[parameter] = {key: moments[f"{name}/{key}"].clone() for key in _MOMENTS}
 
     def _run(self, loss: str, rows: Sequence[Row], forward_only: bool) -> tuple[list[np.ndarray], float]:
         found: list[np.ndarray] = [np.empty(0)] * len(rows)
@@ -121,17 +95,5 @@ def _logprobs(model: CausalModel, rows: Sequence[Row]) -> list[Tensor]:
     targets_MK = torch.from_numpy(np.concatenate(padded))
     packed = PackedRows.from_rows([row.tokens for row in rows], model.shares_prefixes)
     hidden_MD = model.hidden(packed)[packed.where_T]
-
-    def one_chunk(hidden: Tensor, targets: Tensor) -> Tensor:
-        logits = model.logits(hidden)
-        return torch.log_softmax(logits.to(wide_dtype(logits.dtype)), dim=-1).gather(1, targets)
-
-    again = torch.is_grad_enabled() and hidden_MD.shape[0] > _CHUNK
-    chunks = []
-    for hidden, targets in zip(hidden_MD.split(_CHUNK), targets_MK.split(_CHUNK), strict=True):
-        # computed again in the backward pass, or memory would grow with vocabulary x length
-        chunk = checkpoint(one_chunk, hidden, targets, use_reentrant=False) if again else one_chunk(hidden, targets)
-        assert isinstance(chunk, Tensor)
-        chunks.append(chunk)
-    parts = torch.cat(chunks).split([len(row.tokens) for row in rows])
+    parts = all_target_logprobs(model, hidden_MD, targets_MK, _CHUNK).split([len(row.tokens) for row in rows])
     return [part[:, : row.targets_NK.shape[1]] for part, row in zip(parts, rows, strict=True)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from pathlib import Path
 
 
@@ -25,6 +26,24 @@ def sync_tree(folder: Path) -> None:
         for name in files:
             sync(Path(inner, name))
         sync(Path(inner))
+
+
+def put_in_place(beside: Path, target: Path) -> None:
+    """Rename a complete, synced folder to its place. One that is there is `.NAME.replaced` until this one is there."""
+    if not target.exists():
+        beside.rename(target)
+        sync(target.parent)
+        return
+    replaced = target.with_name(f".{target.name}.replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
+    target.rename(replaced)
+    try:
+        beside.rename(target)
+    except OSError:
+        replaced.rename(target)
+        raise
+    sync(target.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def write_durably(path: Path, text: str) -> None:

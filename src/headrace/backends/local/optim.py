@@ -1,4 +1,4 @@
-"""AdamW, and the end of an optimizer step: the accumulated gradient is scaled, clipped, applied and forgotten."""
+"""AdamW, and the end of an optimizer step: the accumulated gradient is scaled, clipped, applied and cleared."""
 
 from __future__ import annotations
 
@@ -29,20 +29,32 @@ def new_adamw(parameters: Sequence[Tensor], section: OptimizerSection) -> torch.
 def apply_gradient(
     optimizer: torch.optim.Optimizer, lr: float, grad_scale: float, grad_clip: float
 ) -> MetricsAggregator:
-    """Multiply the accumulated gradient with `grad_scale`, clip it to `grad_clip` (0: not), apply it, and forget it."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    if not gradients:
-        raise BackendError("optim_step was called with no accumulated gradient")
-    norm = float(torch.nn.utils.get_total_norm(gradients)) * grad_scale
-    if not math.isfinite(norm):
-        optimizer.zero_grad(set_to_none=True)
-        raise DivergedError(f"the gradient norm is {norm}; lower optimizer.lr (now {lr:g}) or clip harder")
-    torch._foreach_mul_(gradients, grad_scale * (grad_clip / norm if grad_clip and norm > grad_clip else 1.0))
+    """`step` at a learning rate, and its metrics."""
     for group in optimizer.param_groups:
         group["lr"] = lr
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    norm = step(optimizer, grad_scale, grad_clip)
     metrics = MetricsAggregator()
     metrics.record_all({"policy/grad_norm": norm, "optim/lr": lr})
     return metrics
+
+
+def step(optimizer: torch.optim.Optimizer, grad_scale: float, grad_clip: float) -> float:
+    """Multiply the accumulated gradient by `grad_scale`, clip it to `grad_clip` (0: not), apply it, and clear it.
+
+    Returns its norm before clipping. If that is not finite, the gradient is cleared and no step is made.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if not gradients:
+        raise BackendError("optim_step was called with no accumulated gradient; call forward_backward before it")
+    norm = float(torch.nn.utils.get_total_norm(gradients)) * grad_scale
+    if not math.isfinite(norm):
+        optimizer.zero_grad(set_to_none=True)
+        lr = optimizer.param_groups[0]["lr"]
+        raise DivergedError(
+            f"the gradient norm is {norm}, and no step was made; lower the learning rate (now {lr:g}) or clip harder"
+        )
+    torch._foreach_mul_(gradients, grad_scale * (grad_clip / norm if 0 < grad_clip < norm else 1.0))
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return norm

@@ -20,7 +20,7 @@ State = dict[str, dict[str, torch.Tensor]]
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
-def _save_file(tensors: dict[str, torch.Tensor], path: Path) -> None:
+def _save_file(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     with boundary(BackendError, f"cannot write {path.name}"):
         # a tensor that is part of a larger one is copied: the format knows no views
         save_file({name: tensor if _is_whole(tensor) else tensor.clone() for name, tensor in tensors.items()}, path)
@@ -69,10 +69,15 @@ def _copy_tensors(tensors: dict[str, torch.Tensor], into: dict[str, torch.Tensor
 
 def write_state(folder: Path, state: State) -> None:
     """Write a state, or a copy of one."""
+    write_tensors(folder, state)
+    (folder / "backend.json").write_text(json.dumps({"format": 1, "trained_tensors": len(state["weights"])}))
+
+
+def write_tensors(folder: Path, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+    """A file of safetensors for each name."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, tensors in state.items():
         _save_file(tensors, folder / f"{name}.safetensors")
-    (folder / "backend.json").write_text(json.dumps({"format": 1, "trained_tensors": len(state["weights"])}))
 
 
 def load_state(folder: Path, modules: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -80,20 +85,21 @@ def load_state(folder: Path, modules: torch.nn.Module, optimizer: torch.optim.Op
     with boundary(BackendError, f"cannot read the checkpoint {folder}"):
         weights = load_file(folder / "weights.safetensors")
         moments = load_file(folder / "optimizer.safetensors")
+    load_tensors(str(folder), modules, optimizer, weights, moments)
+
+
+def load_tensors(
+    source: str,
+    modules: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    weights: Mapping[str, torch.Tensor],
+    moments: Mapping[str, torch.Tensor],
+) -> None:
+    """Put saved weights and moments into a model and its optimizer. `source` names them in errors."""
     names = _trainable_names(modules)
-    if set(weights) != set(names.values()):
-        raise BackendError(
-            f"{folder} is of another model or other adapters: its tensors differ: "
-            f"{names_that_differ(weights, names.values())}; use the run file it was made with"
-        )
-    _require_moments(folder, moments, names)
-    with torch.no_grad():
-        for parameter, name in names.items():
-            if parameter.shape != weights[name].shape:
-                raise BackendError(
-                    f"{folder}: {name} has shape {tuple(weights[name].shape)}, the model wants {tuple(parameter.shape)}"
-                )
-            parameter.copy_(weights[name])
+    _require_weights(source, weights, names)
+    _require_moments(source, moments, names)
+    load_weights(source, modules, weights)
     optimizer.state.clear()
     for parameter, name in names.items():
         state = {
@@ -106,7 +112,29 @@ def load_state(folder: Path, modules: torch.nn.Module, optimizer: torch.optim.Op
             optimizer.state[parameter] = state
 
 
-def _require_moments(folder: Path, moments: Mapping[str, torch.Tensor], names: Mapping[torch.Tensor, str]) -> None:
+@torch.no_grad()
+def load_weights(source: str, modules: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+    """Put saved weights into what is trained of a model. Nothing is changed if they do not fit."""
+    names = _trainable_names(modules)
+    _require_weights(source, weights, names)
+    for parameter, name in names.items():
+        parameter.copy_(weights[name])
+
+
+def _require_weights(source: str, weights: Mapping[str, torch.Tensor], names: Mapping[torch.Tensor, str]) -> None:
+    if set(weights) != set(names.values()):
+        raise BackendError(
+            f"{source} is of another model or other adapters: its tensors differ: "
+            f"{names_that_differ(weights, names.values())}; use the model and adapters it was made with"
+        )
+    for parameter, name in names.items():
+        if parameter.shape != weights[name].shape:
+            raise BackendError(
+                f"{source}: {name} has shape {tuple(weights[name].shape)}, the model wants {tuple(parameter.shape)}"
+            )
+
+
+def _require_moments(source: str, moments: Mapping[str, torch.Tensor], names: Mapping[torch.Tensor, str]) -> None:
     """A parameter has all of its optimizer state, or none because it has not been trained yet."""
     shapes = {name: tuple(parameter.shape) for parameter, name in names.items()}
     for key, tensor in moments.items():
@@ -116,10 +144,10 @@ def _require_moments(folder: Path, moments: Mapping[str, torch.Tensor], names: M
             why = (
                 f"{name} lacks {', '.join(lacks)}" if name in shapes and kind in _MOMENTS else f"{key} is of no weight"
             )
-            raise BackendError(f"{folder}: the optimizer's state does not fit the model: {why}; use another checkpoint")
+            raise BackendError(f"{source}: the optimizer's state does not fit the model: {why}; use another checkpoint")
         if kind != "step" and tuple(tensor.shape) != shapes[name]:
             raise BackendError(
-                f"{folder}: the optimizer's {key} has shape {tuple(tensor.shape)}, the model wants {shapes[name]}"
+                f"{source}: the optimizer's {key} has shape {tuple(tensor.shape)}, the model wants {shapes[name]}"
             )
 
 

@@ -12,14 +12,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from concurrent.futures import Future
 from typing import Any, Literal
 
 import torch
 
 from headrace.engines.base import DEFAULT_SAMPLING, EngineHealth, Generation, SamplingParams
-from headrace.engines.request import Detokenize, Request, checked_ids, settle
+from headrace.engines.request import Detokenize, Request, checked_ids, deliver, fail, settle
 from headrace.engines.torch.delivery import Deliveries
 from headrace.engines.torch.lane import Lane
 from headrace.errors import ConfigError, DataError, EngineError
@@ -274,8 +273,7 @@ class TorchEngine:
         self._generated += lane.sampled - before
         if ended:
             with self._deliveries.held():
-                for request, reason in ended:
-                    settle(request.result, lambda r=request, why=reason: r.generation(why))
+                deliver(ended)
 
     def _pin(self) -> int:
         if self._pinned is not None:
@@ -332,14 +330,14 @@ class TorchEngine:
             futures: list[Future[Any]] = [future for _, future in self._calls]
             futures += [self._unpinned] if self._unpinned else []
             self._calls = deque()
-            for lane in self._lanes():
-                futures += [r.result for r in (*lane.running, *lane.urgent, *lane.waiting)]
-                lane.running, lane.urgent, lane.waiting = [], deque(), deque()
-        for future in futures:
-            with suppress(InvalidStateError):
-                failure = EngineError(f"the engine was {what}")  # its own for each: raising writes to it
-                failure.__cause__ = self._error
-                future.set_exception(failure)
+            futures += [request.result for lane in self._lanes() for request in lane.take_all()]
+
+        def failure() -> EngineError:
+            error = EngineError(f"the engine was {what}")
+            error.__cause__ = self._error
+            return error
+
+        fail(futures, failure)
 
 
 def _describe(error: BaseException) -> str:

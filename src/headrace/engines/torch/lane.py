@@ -61,6 +61,12 @@ class Lane:
             taken.append(request)
         return taken
 
+    def take_all(self) -> list[Request]:
+        """Everything that runs or waits; the lane is empty then."""
+        taken = [*self.running, *self.urgent, *self.waiting]
+        self.running, self.urgent, self.waiting = [], deque(), deque()
+        return taken
+
     def drop_cancelled_waiting(self) -> None:
         """Forget waiting requests whose callers have gone."""
         self.urgent = deque(r for r in self.urgent if not r.result.cancelled())
