@@ -15,9 +15,9 @@ from tinker.proto.response_conv import deserialize_forward_backward_output
 
 from headrace.errors import CheckpointError, ConfigError
 from headrace.tinker_server.base import LoraShape
-from headrace.tinker_server.futures import Line, Promise, Promises
+from headrace.tinker_server.checkpoint_store import CheckpointPath, Store
 from headrace.tinker_server.options import Refusal, ServeOptions
-from headrace.tinker_server.store import CheckpointPath, Store
+from headrace.tinker_server.promises import Promise, Promises, RequestQueue
 from headrace.tinker_server.wire import Outcome, _read_tensor, train_outcome
 
 SHAPE = LoraShape(4)
@@ -66,19 +66,19 @@ async def test_the_end_of_a_session_reaches_those_who_wait() -> None:
 @pytest.mark.parametrize("order", [(1, 2, 3, 4), (4, 3, 2, 1), (3, 1, 4, 2)])
 async def test_a_line_runs_by_number(order: tuple[int, ...]) -> None:
     promises, log = Promises(10**6), []
-    line = Line(promises, wait_s=5)
+    queue = RequestQueue(promises, wait_s=5)
     for number in order:
-        line.add(number, None if number == 3 else add(promises, str(number), log=log))
+        queue.add(number, None if number == 3 else add(promises, str(number), log=log))
     await promises.wait("4", 5)
-    line.close()
+    queue.close()
     assert log == ["1", "2", "4"], "3 was refused, and its number is used up"
 
 
 async def test_a_closed_line_fails_what_waits() -> None:
     promises = Promises(10**6)
-    line = Line(promises, wait_s=5)
-    line.add(2, add(promises, "2"))
-    line.close()
+    queue = RequestQueue(promises, wait_s=5)
+    queue.add(2, add(promises, "2"))
+    queue.close()
     outcome = await promises.wait("2", 1)
     assert outcome is not None and "unloaded" in json.loads(outcome.body)["error"]
 

@@ -16,10 +16,10 @@ import pytest
 from tinker import types
 
 from headrace.tinker_server.app import Routes
+from headrace.tinker_server.checkpoint_store import moment
 from headrace.tinker_server.checks import check_ttl
 from headrace.tinker_server.options import Refusal, ServeOptions
 from headrace.tinker_server.service import Service
-from headrace.tinker_server.store import moment
 
 RETRIED = (408, 409, 429)  # and 5xx: for five minutes
 

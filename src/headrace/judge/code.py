@@ -1,7 +1,7 @@
 """Code with tests: the last Python block of the reply, run with the task's tests in a sandbox.
 
-A test is a pair of input and output, or asserts. Expected outputs stay here: the program is only asked what it prints,
-and what its functions return as plain data; all comparing is done here. Asserts for which that is not possible would
+A test is a pair of input and output, or asserts. Expected outputs stay here: only what a program prints, and what its
+functions return as plain data, is compared with them here. Asserts for which that is not possible would
 have to run beside the program, which can forge their result: they are refused unless they are allowed by name.
 """
 
@@ -158,12 +158,12 @@ def _holds(check: Asserts, session: Session) -> bool:
             session.ask("run", check.source)
         else:
             Evaluator(session, check.guest_names, check.objects).run(check.tree)
-    except Exception:  # whatever the program has said, and whatever came of it here, is its own fault
+    except Exception:  # whatever a program answers, and what that leads to here, is its own fault
         return False
     return True
 
 
-def _same_output(said: str, wanted: str) -> bool:
-    """Equal line by line, apart from white space at the ends of lines and of the whole."""
-    lines = [[line.rstrip() for line in text.strip().splitlines()] for text in (said, wanted)]
+def _same_output(printed: str, wanted: str) -> bool:
+    """Equal line by line, apart from white space at the ends of lines and of the text."""
+    lines = [[line.rstrip() for line in text.strip().splitlines()] for text in (printed, wanted)]
     return lines[0] == lines[1]

@@ -73,8 +73,8 @@ class WeightedSum(Holder):
 
     async def judge(self, task: Task, episode: Episode) -> Verdict:
         async with asyncio.TaskGroup() as group:
-            asked = {name: group.create_task(_judged(part, task, episode)) for name, part in self._parts.items()}
-        verdicts = {name: found.result() for name, found in asked.items()}
+            running = {name: group.create_task(_judged(part, task, episode)) for name, part in self._parts.items()}
+        verdicts = {name: found.result() for name, found in running.items()}
         for verdict in verdicts.values():
             if isinstance(verdict, Exception):
                 raise verdict

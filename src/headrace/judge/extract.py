@@ -1,4 +1,4 @@
-"""Where the answer stands in what a model said. Everything here is linear in the length of the text."""
+"""Where the answer is in a reply. Everything here is linear in the length of the text."""
 
 from __future__ import annotations
 

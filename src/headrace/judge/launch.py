@@ -254,7 +254,7 @@ def _supervise(spec: dict[str, Any], as_root: bool) -> int:
     user = _NOBODY if as_root and spec["mode"] == "seccomp" else os.geteuid()
     disk = DiskWatch(spec["root"], spec["disk_mb"] << 20, user)
     _prctl(_SET_DUMPABLE, 0)
-    _prctl(_SET_PDEATHSIG, signal.SIGTERM)  # a signal to be waited for, in place of the end
+    _prctl(_SET_PDEATHSIG, signal.SIGTERM)  # a signal that can be waited for, not one that ends this process
     status = -signal.SIGKILL
     while os.getppid() == spec["parent"]:
         got = signal.sigtimedwait(signals, _WATCH_S)

@@ -1,4 +1,4 @@
-"""A language model as judger: behind a URL, or the run's own. What it judges is fenced off from what it is told.
+"""A language model as judger: behind a URL, or the run's own. What it judges is fenced off from its instructions.
 
 Whoever is judged may write anything, such as "ignore the above" or a score of its own. It stands between two lines that
 its text cannot contain, marks that chat templates act on are broken up, and only the judge's own last line counts.
@@ -152,7 +152,7 @@ def _points(better: str, place: str) -> float:
 
 
 def _parsed(kind: Kind, reply: str) -> str | None:
-    """What the last line says, if it is of the very form: a figure elsewhere may be a quotation."""
+    """What the last line says, if it has exactly the form; a number elsewhere may be a quotation."""
     lines = reply.strip().splitlines()
     found = _FORMS[kind].fullmatch(lines[-1].strip(" *`.")) if lines else None
     return found[1] if found else None

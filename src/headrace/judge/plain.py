@@ -53,13 +53,13 @@ def read_json(body: bytes) -> Any:
         raise NotPlainError(f"no JSON: {error}") from None
 
 
-def decode(said: Any, asked: int = 0, depth: int = 0) -> Any:
+def decode(tagged: Any, asked: int = 0, depth: int = 0) -> Any:
     """The value that tagged JSON stands for: exact builtin types and fractions, and handles of other objects."""
-    if said is None or type(said) in (bool, str):
-        return said
-    if type(said) is not dict or len(said) != 1 or depth > _DEEPEST:
+    if tagged is None or type(tagged) in (bool, str):
+        return tagged
+    if type(tagged) is not dict or len(tagged) != 1 or depth > _DEEPEST:
         raise NotPlainError("no tagged value")
-    ((tag, inner),) = said.items()
+    ((tag, inner),) = tagged.items()
     try:
         if tag in _LEAVES:
             return _LEAVES[tag](inner)

@@ -35,7 +35,7 @@ class WorkerFailedError(Exception):
 class WorkerPool:
     """Calls `function` ("module:function", of JSON-able arguments and result) in `workers` processes.
 
-    A process starts when it is first needed. What was started under an event loop that has ended is started anew.
+    A process starts when it is first needed. What was started under an event loop that has ended is started again.
     """
 
     def __init__(self, function: str, workers: int = 2, time_s: float = 5.0, memory_mb: int = 2048) -> None:

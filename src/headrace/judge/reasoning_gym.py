@@ -22,7 +22,7 @@ _PREPARE_S = 600.0  # a worker makes all problems of a family before it scores t
 
 
 class ReasoningGymJudger(Judger):
-    """The score of what stands in the last <answer> tags or, if there are none, of the whole reply.
+    """The score of what stands in the last <answer> tags or, if there are none, of the complete reply.
 
     With `tags_required`, a reply without tags scores 0. A score of 1 is correct. Some scorers raise on a reply that
     they cannot read: the episode fails then, or gets `error_score`. A reply whose scoring takes longer than `timeout_s`

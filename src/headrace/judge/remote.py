@@ -43,7 +43,7 @@ class RemoteJudger(Judger):
             answer = await self._http.post(self._url, payload)
         except RefusedError as error:
             raise WorkflowError(
-                f"the judger at {self._url} failed: {error}; it said {error.body[:_SHOWN]!r}"
+                f"the judger at {self._url} failed: {error}; it answered {error.body[:_SHOWN]!r}"
             ) from error
         return self._verdict(answer)
 
@@ -52,13 +52,13 @@ class RemoteJudger(Judger):
         await self._http.close()
 
     def _told(self, episode: Episode) -> dict[str, Any]:
-        told = plain(episode.to_dict())
+        sent = plain(episode.to_dict())
         if not self._tokens:
-            for trajectory in told["trajectories"]:
+            for trajectory in sent["trajectories"]:
                 for step in trajectory["steps"]:
                     for name in ("prompt_ids", "response_ids", "logprobs", "versions", "advantage"):
                         del step[name]
-        return {**told, "text": episode.text}
+        return {**sent, "text": episode.text}
 
     def _verdict(self, answer: Any) -> Verdict:
         if not isinstance(answer, dict) or not _is_finite(answer.get("reward")):

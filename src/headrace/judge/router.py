@@ -1,4 +1,4 @@
-"""Who judges which task, how many at once, for how long, and what becomes of a failure."""
+"""Who judges which task, how many at once, for how long, and how a failure is handled."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Router(Holder):
 
 
 class GuardedJudger(Holder):
-    """Another judger, under the rules of `[judge]`. A verdict that cannot be had is a JudgeError."""
+    """Another judger, under the rules of `[judge]`. A judge call that fails is a JudgeError."""
 
     def __init__(self, judger: Judger, rules: Rules) -> None:
         self.judger = judger
@@ -79,7 +79,7 @@ class GuardedJudger(Holder):
         self.judged = 0
         """Episodes with one."""
         self.time_s = 0.0
-        """Seconds spent on all of them, one after the other, waiting for a place not counted."""
+        """Seconds spent on all of them, one after the other, waiting for a slot not counted."""
 
     async def judge(self, task: Task, episode: Episode) -> Verdict:
         loop = asyncio.get_running_loop()

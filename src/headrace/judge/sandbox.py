@@ -89,14 +89,14 @@ class Sandbox:
         """Run Python source, and in a thread `converse` with it; the program gets the numbers of `pipes` as payload."""
         mode = await self.mode()
         with contextlib.ExitStack() as stack:
-            asked, requests = _pipe(stack)
-            answers, told = _pipe(stack)
+            to_program, requests = _pipe(stack)
+            answers, from_program = _pipe(stack)
             session = Session(requests.fileno(), answers.fileno(), self._limits.time_s, self._limits.output_bytes)
-            body = json.dumps({**payload, "pipes": [asked.fileno(), told.fileno()]}).encode()
+            body = json.dumps({**payload, "pipes": [to_program.fileno(), from_program.fileno()]}).encode()
 
             async def until_done(process: asyncio.subprocess.Process) -> T:
-                asked.close()
-                told.close()
+                to_program.close()
+                from_program.close()
                 done = _in_thread(converse, session)
                 try:
                     return await asyncio.shield(done)
@@ -105,28 +105,28 @@ class Sandbox:
                     _kill_group(process)
                     await asyncio.wait([done])
 
-            files = (asked.fileno(), told.fileno())
+            files = (to_program.fileno(), from_program.fileno())
             return (await self._in_folder(mode, program, body, b"", until_done, files))[0]
 
     async def _try_modes(self) -> Mode:
         tried: list[Mode] = ["namespace", "seccomp"] if self._asked == "auto" else [self._asked]
-        said = []
+        failures = []
         for mode in tried:
             try:
                 ran = await self._run(mode, "print(6 * 7)", b"", b"")
             except InfrastructureError as error:
-                said.append(f"{mode}: {error}")
+                failures.append(f"{mode}: {error}")
                 continue
             if ran.status == 0 and ran.output == b"42\n":
                 if mode == "seccomp":
                     make_private()
                 if mode != tried[0]:
-                    log.warning('programs run in sandbox mode "%s", not "%s" (%s)', mode, tried[0], "; ".join(said))
+                    log.warning('programs run in sandbox mode "%s", not "%s" (%s)', mode, tried[0], "; ".join(failures))
                 return mode
-            said.append(f"{mode}: a first program ended with status {ran.status}")
+            failures.append(f"{mode}: a first program ended with status {ran.status}")
         raise InfrastructureError(
-            f'no sandbox works here ({"; ".join(said)}); allow user namespaces, set sandbox = "seccomp" if programs '
-            'may read the files of your user, or "none" if you trust them'
+            f'no sandbox works here ({"; ".join(failures)}); allow user namespaces, set sandbox = "seccomp" if '
+            'programs may read the files of your user, or "none" if you trust them'
         )
 
     async def _run(self, mode: Mode, program: str, payload: bytes, stdin: bytes) -> Ran:
@@ -154,22 +154,22 @@ class Sandbox:
         groups = make_groups(self._limits.processes, self._limits.memory_mb + self._limits.disk_mb)
         try:
             with contextlib.ExitStack() as stack:
-                given, asked = (stack.enter_context(_file_with(data)) for data in (payload, stdin))
-                status, told = _pipe(stack)
+                given, standard_input = (stack.enter_context(_file_with(data)) for data in (payload, stdin))
+                status, launcher_end = _pipe(stack)
                 spec = self._spec(
-                    mode, program, folder, given.fileno(), told.fileno(), [str(group) for group in groups]
+                    mode, program, folder, given.fileno(), launcher_end.fileno(), [str(group) for group in groups]
                 )
                 process = await asyncio.create_subprocess_exec(
                     *(_interpreter(), "-I", "-S", str(_LAUNCHER), marshal.dumps(spec).hex()),
-                    stdin=asked,
+                    stdin=standard_input,
                     stdout=asyncio.subprocess.PIPE,
                     stderr=asyncio.subprocess.DEVNULL,
                     cwd=folder,
                     env={},
-                    pass_fds=(given.fileno(), told.fileno(), *files),
+                    pass_fds=(given.fileno(), launcher_end.fileno(), *files),
                     start_new_session=True,
                 )
-                told.close()
+                launcher_end.close()
                 return await self._watch(process, status, until)
         finally:
             await asyncio.to_thread(_clean_up, folder, groups)  # a program may have left very many files
@@ -277,7 +277,7 @@ def _in_thread(converse: Callable[[Session], T], session: Session) -> asyncio.Fu
 
 
 async def _started(status: IO[bytes]) -> None:
-    """Wait until the launcher has said that the program starts now."""
+    """Wait until the launcher reports that the program starts now."""
     loop, ready = asyncio.get_running_loop(), asyncio.Event()
     loop.add_reader(status.fileno(), ready.set)
     try:
@@ -287,14 +287,14 @@ async def _started(status: IO[bytes]) -> None:
         raise InfrastructureError(f"a program did not start within {_START_S:g} s; the machine is overloaded") from None
     finally:
         loop.remove_reader(status.fileno())
-    if (said := os.read(status.fileno(), 1)) != b"+":
-        said += _rest_of(status).encode()
-        why = said.decode(errors="replace") or "the launcher was killed"
+    if (reported := os.read(status.fileno(), 1)) != b"+":
+        reported += _rest_of(status).encode()
+        why = reported.decode(errors="replace") or "the launcher was killed"
         raise InfrastructureError(f"a program could not be started: {why}")
 
 
 def _rest_of(status: IO[bytes]) -> str:
-    """What the launcher said on top: why the program did not start after all."""
+    """What else the launcher reported: why the program did not start after all."""
     os.set_blocking(status.fileno(), False)
     with contextlib.suppress(BlockingIOError):
         return os.read(status.fileno(), 1000).decode(errors="replace")
@@ -307,16 +307,16 @@ def _clean_up(folder: str, groups: list[Path]) -> None:
 
 
 async def _read(stream: asyncio.StreamReader, most: int, process: asyncio.subprocess.Process) -> tuple[bytes, bool]:
-    """(what was said, whether it was more than allowed); more than allowed ends the program."""
-    said = bytearray()
+    """(the output, whether it was more than allowed). More than allowed ends the program."""
+    output = bytearray()
     while chunk := await stream.read(65536):
-        said += chunk[: most - len(said)]
-        if len(said) >= most:
+        output += chunk[: most - len(output)]
+        if len(output) >= most:
             _kill_group(process)
             while await stream.read(65536):
                 pass
-            return bytes(said), True
-    return bytes(said), False
+            return bytes(output), True
+    return bytes(output), False
 
 
 def _kill_group(process: asyncio.subprocess.Process) -> None:

@@ -20,7 +20,7 @@ _MOST_ANSWERS = 8  # all answers together, in the largest size of one
 
 
 class SessionEndedError(Exception):
-    """The program ended, was late, or said what no honest one says: there are no more answers."""
+    """The program ended, was late, or sent a malformed answer: there are no more answers."""
 
 
 class RaisedError(Exception):

@@ -22,7 +22,7 @@ from headrace.utils.threads import call_sync_or_async
 
 
 class TextJudger(Judger):
-    """Scores what was said against each accepted answer; the best score counts, and 1 is correct."""
+    """Scores the reply against each accepted answer; the best score counts, and 1 is correct."""
 
     async def judge(self, task: Task, episode: Episode) -> Verdict:
         score = await call_sync_or_async(self._best, episode.text, expected(task), task)

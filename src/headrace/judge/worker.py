@@ -22,7 +22,7 @@ _SET_PDEATHSIG = 1
 
 
 def _die_with_parent() -> None:
-    """At once where the kernel can do it (Linux); the closed pipe tells it everywhere."""
+    """On Linux at once, by a signal of the kernel. Elsewhere when the pipe closes."""
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 

@@ -18,7 +18,7 @@ from headrace.errors import HeadraceError
 from headrace.tinker_server.catalogue import Catalogue
 from headrace.tinker_server.checks import digest
 from headrace.tinker_server.options import Refusal
-from headrace.tinker_server.sample import start_sample
+from headrace.tinker_server.sample_request import start_sample
 from headrace.tinker_server.service import Service
 from headrace.tinker_server.wire import read_json
 from headrace.utils.http_server import JSON, PROTOBUF, Rules
@@ -64,12 +64,16 @@ class Routes:
             ("POST", "save_weights", _raw(types.SaveWeightsRequest, service.save_weights)),
             ("POST", "save_weights_for_sampler", _raw(types.SaveWeightsForSamplerRequest, service.save_for_sampler)),
             ("POST", "load_weights", _raw(types.LoadWeightsRequest, service.load_weights)),
-            ("POST", "unload_model", _typed(types.UnloadModelRequest, lambda asked: service.unload(asked.model_id))),
+            (
+                "POST",
+                "unload_model",
+                _typed(types.UnloadModelRequest, lambda one: service.unload(one.model_id)),
+            ),
             ("POST", "create_sampling_session", _typed(_CreateSampling, service.create_sampling_session)),
             ("POST", "asample", self._sample),
             ("POST", "retrieve_future", self._retrieve),
             ("POST", "cancel_future", self._cancel),
-            ("POST", "get_info", _typed(types.GetInfoRequest, lambda asked: catalogue.info(asked.model_id))),
+            ("POST", "get_info", _typed(types.GetInfoRequest, lambda request: catalogue.info(request.model_id))),
             ("POST", "weights_info", self._weights_info),
             *catalogue.routes(),
         ]
@@ -83,7 +87,7 @@ class Routes:
         options = self._service.options
         return Rules(
             host=options.host, public_host=options.public_host, token=options.api_key,
-            token_remedy="set TINKER_API_KEY to what --api-key says", refuse=lambda *said: ({"detail": said[-1]}, {}),
+            token_remedy="set TINKER_API_KEY to what --api-key says", refuse=lambda *why: ({"detail": why[-1]}, {}),
             body_types=(JSON, PROTOBUF), max_body_mb=options.max_body_mb, body_remedy="raise --max-body-mb",
         )  # fmt: skip
 
@@ -100,7 +104,7 @@ class Routes:
                 return JSONResponse({"detail": str(refusal)}, refusal.status)
             except HeadraceError as error:
                 return JSONResponse({"detail": str(error)}, 400)
-            except Exception as error:  # ours: told to both sides, and the next request is another one
+            except Exception as error:  # a fault of the server: logged here, and reported to the client
                 log.exception("the server failed to answer a request")
                 return JSONResponse({"detail": f"the server failed: {type(error).__name__}: {error}"}, 500)
 
@@ -113,10 +117,10 @@ class Routes:
         return start_sample(self._service, read_json(types.SampleRequest, raw), digest(raw))
 
     async def _retrieve(self, request: Request, raw: bytes) -> Any:
-        asked = read_json(types.FutureRetrieveRequest, raw)
-        outcome = await self._service.outcome(asked.request_id, _POLL_S)
-        if outcome is None:  # the SDK comes again at once
-            pending = {"type": "try_again", "request_id": asked.request_id, "queue_state": "active"}
+        wanted = read_json(types.FutureRetrieveRequest, raw)
+        outcome = await self._service.outcome(wanted.request_id, _POLL_S)
+        if outcome is None:  # the SDK tries again at once
+            pending = {"type": "try_again", "request_id": wanted.request_id, "queue_state": "active"}
             return JSONResponse(pending, 408)
         return Response(outcome.body, media_type=outcome.media_type)
 
@@ -152,7 +156,7 @@ def _raw(kind: Any, function: Callable[[Any, bytes], Any]) -> Answer:
 
 
 def _heart(service: Service) -> Callable[[Any], Any]:
-    return lambda asked: service.heartbeat(asked.session_id)
+    return lambda request: service.heartbeat(request.session_id)
 
 
 def _field(raw: bytes, name: str) -> str:

@@ -9,11 +9,11 @@ from typing import Any
 
 from starlette.requests import Request
 
+from headrace.tinker_server.checkpoint_store import CheckpointPath, Note, check_name, moment
 from headrace.tinker_server.checks import check_ttl
 from headrace.tinker_server.options import Refusal
-from headrace.tinker_server.samplers import BASE
+from headrace.tinker_server.sampler_cache import BASE
 from headrace.tinker_server.service import LiveModel, Service
-from headrace.tinker_server.store import CheckpointPath, Note, check_name, moment
 
 Answer = Callable[[Request, bytes], Awaitable[Any]]
 _RUN, _CHECKPOINT = "training_runs/{run}", "training_runs/{run}/checkpoints/{kind}/{name}"

@@ -9,15 +9,15 @@ from typing import Any
 
 from tinker import types
 
+from headrace.tinker_server.checkpoint_store import check_name
 from headrace.tinker_server.options import Refusal
-from headrace.tinker_server.store import check_name
 
 _SHORTEST_TTL_S = 3600
 _LONGEST_TTL_S = 10 * 365 * 24 * 3600
 
 
 def digest(raw: bytes) -> str:
-    """What tells a request from others of its number."""
+    """A digest of a request. Two requests of one number must have the same."""
     return hashlib.blake2b(raw, digest_size=16).hexdigest()
 
 
@@ -34,7 +34,7 @@ def known_run(model_id: str) -> str:
 
 
 def check_ttl(ttl_s: int | None, shortest: int = _SHORTEST_TTL_S) -> None:
-    """Refuse a life that is too short, or longer than a clock can tell."""
+    """Refuse a time to live that is too short, or longer than a date can express."""
     if ttl_s is not None and not shortest <= ttl_s <= _LONGEST_TTL_S:
         raise Refusal(
             f"ttl_seconds must be between {shortest} and {_LONGEST_TTL_S}, got {str(ttl_s)[:40]}; "

@@ -1,4 +1,4 @@
-"""What `headrace serve tinker` is told, and how a request is refused."""
+"""The options of `headrace serve tinker`, and how a request is refused."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ServeOptions:
     max_batch: int = 128
     """Sequences that are decoded together."""
     max_waiting: int = 8192
-    """Sequences that may wait; with more, clients are told to come again."""
+    """Sequences that may wait. With more, requests are refused with 429, and clients try again."""
     max_model_length: int | None = None
     micro_batch_tokens: int = 1536
     max_sessions: int = 256

@@ -15,14 +15,14 @@ import torch
 from tinker import types
 
 from headrace.tinker_server.base import Base, LoraShape
+from headrace.tinker_server.checkpoint_store import CheckpointPath, Store, check_name
 from headrace.tinker_server.checks import check_adam, check_ttl, digest, known_run, texts
-from headrace.tinker_server.futures import Line, Promises, Work
 from headrace.tinker_server.losses import check_rows
 from headrace.tinker_server.options import Refusal, ServeOptions
-from headrace.tinker_server.samplers import BASE, Samplers
-from headrace.tinker_server.sampling import SamplerPool
+from headrace.tinker_server.promises import Promises, RequestQueue, Work
+from headrace.tinker_server.sampler_cache import BASE, Samplers
+from headrace.tinker_server.sampler_pool import SamplerPool
 from headrace.tinker_server.sessions import SamplingSession, Session
-from headrace.tinker_server.store import CheckpointPath, Store, check_name
 from headrace.tinker_server.training import TrainedModel
 from headrace.tinker_server.wire import Outcome, peek_train, read_train, train_outcome
 
@@ -37,7 +37,7 @@ class LiveModel:
     id: str
     session: Session
     trained: TrainedModel
-    line: Line
+    queue: RequestQueue
     metadata: Mapping[str, str] | None
 
     @property
@@ -93,7 +93,7 @@ class Service:
         return {"type": "session_heartbeat"}
 
     def session(self, session_id: str) -> Session:
-        """A session that is alive; being asked for is a sign of life."""
+        """A session that has not ended. Using it counts as a heartbeat."""
         found = self.sessions.get(session_id)
         if found is None:
             raise Refusal(f"there is no session {session_id[:80]}; make a new ServiceClient", status=404)
@@ -156,8 +156,8 @@ class Service:
         if session.id not in self.sessions:
             raise Refusal("the session ended while its model was made")
         trained = TrainedModel(adapted, self.options.micro_batch_tokens)
-        line = Line(self.promises, self.options.order_wait_s)
-        self.models[model_id] = LiveModel(model_id, session, trained, line, metadata)
+        queue = RequestQueue(self.promises, self.options.order_wait_s)
+        self.models[model_id] = LiveModel(model_id, session, trained, queue, metadata)
         session.models.append(model_id)
         return Outcome.of(type="create_model", model_id=model_id)
 
@@ -184,7 +184,7 @@ class Service:
             found.session.seen = time.monotonic()
             return found
         saved = [n for n in self.store.notes(known_run(model_id)) if n.path.kind == "weights"] if model_id else []
-        remedy = f"; go on with create_training_client_from_state_with_optimizer({saved[-1].path})" if saved else ""
+        remedy = f"; resume with create_training_client_from_state_with_optimizer({saved[-1].path})" if saved else ""
         raise Refusal(
             f"the model {model_id[:120]} is not in memory: its session has ended, or the server was restarted{remedy}",
             status=404,
@@ -206,7 +206,7 @@ class Service:
     def _unload(self, model_id: str) -> None:
         model = self.models.pop(model_id, None)
         if model is not None:
-            model.line.close()
+            model.queue.close()
             self.samplers.forget_model(model_id)
 
     # ---- requests of a model, in their order ------------------------------------------------------------------------
@@ -226,7 +226,7 @@ class Service:
 
             return work
 
-        return self._in_line(model, message.seq_id or None, raw, prepare)
+        return self._enqueue(model, message.seq_id or None, raw, prepare)
 
     def optim_step(self, request: types.OptimStepRequest, raw: bytes) -> dict[str, Any]:
         model = self.model(request.model_id)
@@ -242,7 +242,7 @@ class Service:
 
             return work
 
-        return self._in_line(model, request.seq_id, raw, prepare)
+        return self._enqueue(model, request.seq_id, raw, prepare)
 
     def save_weights(self, request: types.SaveWeightsRequest, raw: bytes) -> dict[str, Any]:
         model = self.model(request.model_id)
@@ -265,7 +265,7 @@ class Service:
 
             return work
 
-        return self._in_line(model, request.seq_id, raw, prepare)
+        return self._enqueue(model, request.seq_id, raw, prepare)
 
     def save_for_sampler(self, request: types.SaveWeightsForSamplerRequest, raw: bytes) -> dict[str, Any]:
         """With a name, a checkpoint; without one, a snapshot in memory and a sampling session on it."""
@@ -291,7 +291,7 @@ class Service:
 
             return work
 
-        return self._in_line(model, request.seq_id, raw, prepare)
+        return self._enqueue(model, request.seq_id, raw, prepare)
 
     async def _snapshot(self, model: LiveModel, number: int) -> Outcome:
         copied = await self.on_learner(model.trained.adapted.model.copy)
@@ -319,7 +319,7 @@ class Service:
 
             return work
 
-        return self._in_line(model, request.seq_id, raw, prepare)
+        return self._enqueue(model, request.seq_id, raw, prepare)
 
     def check_shape(self, path: CheckpointPath, shape: LoraShape | None = None) -> None:
         """Refuse a checkpoint that is not there, or of another model or other adapters."""
@@ -331,18 +331,18 @@ class Service:
     def _new_path(self, model: LiveModel, kind: str, name: str | None) -> CheckpointPath:
         return CheckpointPath(model.id, kind, check_name(name or f"unnamed-{uuid.uuid4().hex[:12]}", "a checkpoint"))
 
-    def _in_line(self, model: LiveModel, seq_id: int | None, raw: bytes, prepare: Callable[[], Work]) -> dict[str, Any]:
-        number = model.line.next_free if seq_id is None else seq_id
+    def _enqueue(self, model: LiveModel, seq_id: int | None, raw: bytes, prepare: Callable[[], Work]) -> dict[str, Any]:
+        number = model.queue.next_free if seq_id is None else seq_id
         request_id, mark = f"{model.id}:{number}", digest(raw)
         if self.promises.find(request_id, mark) is None:
             try:
                 work = prepare()
             except Exception:
                 with suppress(Refusal):
-                    model.line.add(number, None)
+                    model.queue.add(number, None)
                 raise
-            model.line.check(number)
-            model.line.add(number, self.promises.add(request_id, model.session.id, mark, work))
+            model.queue.check(number)
+            model.queue.add(number, self.promises.add(request_id, model.session.id, mark, work))
         return {"request_id": request_id, "model_id": model.id}
 
     # ---- sampling sessions ----------------------------------------------------------------------------------------

@@ -57,11 +57,11 @@ class TrainedModel:
         return {"grad_norm": step(self._optimizer, 1.0, params.grad_clip_norm)}
 
     def state(self) -> State:
-        """The adapters ("weights") and Adam's moments ("optimizer"): the very tensors, which training changes."""
+        """The adapters ("weights") and Adam's moments ("optimizer"): the tensors themselves, which training changes."""
         return collect_state(self.adapted.hf_model, self._optimizer)
 
     def load(self, weights: Mapping[str, Tensor], moments: Mapping[str, Tensor] | None) -> None:
-        """Resume from a saved state; without moments, Adam starts anew. Accumulated gradients are cleared."""
+        """Resume from a saved state; without moments, Adam starts from scratch. Accumulated gradients are cleared."""
         load_tensors("the saved state", self.adapted.hf_model, self._optimizer, weights, moments or {})
         self._set_gradients([None] * len(self._parameters))
 

@@ -40,7 +40,7 @@ class Promise:
             outcome = Outcome.failure("the request was cancelled", "user")
         except HeadraceError as error:
             outcome = Outcome.failure(str(error), "user")
-        except Exception as error:  # ours: told to both sides
+        except Exception as error:  # a fault of the server: logged here, and reported to the client
             log.exception("request %s failed", self.id)
             outcome = Outcome.failure(f"the server failed: {type(error).__name__}: {error}", "server")
         self.work = _done  # what it held on to, the rows of a batch say, may go
@@ -146,7 +146,7 @@ class Promises:
             self._dropped.popitem(last=False)
 
 
-class Line:
+class RequestQueue:
     """Requests of one model, one after another by `seq_id`, however they arrive."""
 
     def __init__(self, promises: Promises, wait_s: float) -> None:

@@ -131,8 +131,8 @@ class Store:
         user_metadata: Mapping[str, str] | None = None,
         run_metadata: Mapping[str, str] | None = None,
     ) -> None:
-        """Write the tensors of each file; the checkpoint is there as a whole or not at all."""
-        target = self._place(path)
+        """Write the tensors of each file. After a kill the checkpoint is complete or not there at all."""
+        target = self._folder_of(path)
         if target.exists() and not overwrite:
             raise Refusal(f"{path} exists; save under another name, or with overwrite=True where the call takes it")
         beside = self._folder / f".writing-{uuid.uuid4().hex}"
@@ -161,7 +161,7 @@ class Store:
         """What is known of a checkpoint; refused if there is none."""
         found = self._read_note(path)
         if found is None:
-            raise Refusal(f"there is no checkpoint {path}; list_checkpoints tells which there are", status=404)
+            raise Refusal(f"there is no checkpoint {path}; list_checkpoints lists those that exist", status=404)
         return found
 
     def read(self, path: CheckpointPath, optimizer: bool = False) -> dict[str, dict[str, Tensor]]:
@@ -171,7 +171,7 @@ class Store:
             raise Refusal(f"{path} holds no optimizer state; load it without, or use one written by save_state")
         found: dict[str, dict[str, Tensor]] = {}
         for name in _FILES if optimizer else _FILES[:1]:
-            file = self._place(path) / f"{name}.safetensors"
+            file = self._folder_of(path) / f"{name}.safetensors"
             with boundary(CheckpointError, f"cannot read {path}"):
                 if _digest(file) != note.digests[name]:
                     raise CheckpointError(f"{path} is damaged: {file.name} is not what was written; use another one")
@@ -183,12 +183,12 @@ class Store:
         with suppress(CheckpointError):
             self.note(path)
         with boundary(CheckpointError, f"cannot delete {path}"):
-            shutil.rmtree(self._place(path))
+            shutil.rmtree(self._folder_of(path))
 
     def expire(self, path: CheckpointPath, ttl_s: float | None) -> None:
         """Set or remove the time at which a checkpoint goes."""
         self.note(path)
-        file = self._place(path) / _NOTE
+        file = self._folder_of(path) / _NOTE
         held = json.loads(file.read_text(encoding="utf-8"))
         held["expires"] = None if ttl_s is None else time.time() + ttl_s
         write_durably(file, json.dumps(held))
@@ -212,11 +212,11 @@ class Store:
             if held[1] in KINDS and not any(part.startswith(".") for part in held):
                 yield CheckpointPath(*held)
 
-    def _place(self, path: CheckpointPath) -> Path:
+    def _folder_of(self, path: CheckpointPath) -> Path:
         return self._folder / path.run / path.kind / path.name
 
     def _read_note(self, path: CheckpointPath) -> Note | None:
-        folder = self._place(path)
+        folder = self._folder_of(path)
         try:
             held = json.loads((folder / _NOTE).read_text(encoding="utf-8"))
             note = Note(

@@ -9,9 +9,9 @@ from typing import Any
 
 from headrace.models.causal import CausalModel
 from headrace.tinker_server.base import Base
+from headrace.tinker_server.checkpoint_store import CheckpointPath, Store
 from headrace.tinker_server.options import Refusal
-from headrace.tinker_server.sampling import SamplerLane, SamplerPool
-from headrace.tinker_server.store import CheckpointPath, Store
+from headrace.tinker_server.sampler_pool import SamplerLane, SamplerPool
 
 OnLearner = Callable[[Callable[[], Any]], Awaitable[Any]]
 BASE = ""

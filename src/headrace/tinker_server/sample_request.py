@@ -14,7 +14,7 @@ from tinker import types
 from headrace.data.episode import FinishReason
 from headrace.engines.base import Generation, SamplingParams
 from headrace.tinker_server.options import Refusal
-from headrace.tinker_server.sampling import SamplerLane, SamplerPool, Scores
+from headrace.tinker_server.sampler_pool import SamplerLane, SamplerPool, Scores
 from headrace.tinker_server.service import Service
 from headrace.tinker_server.wire import Outcome, SampledTokens, SampleResult, sample_outcome
 
@@ -144,7 +144,7 @@ async def _sample(pool: SamplerPool, lane: SamplerLane, asked: Asked) -> SampleR
 
 
 async def _all(jobs: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """The results of all; if one fails or all are cancelled, none goes on."""
+    """The results of all; if one fails, or all are cancelled, the others are cancelled."""
     tasks = [asyncio.ensure_future(job) for job in jobs]
     try:
         return await asyncio.gather(*tasks)

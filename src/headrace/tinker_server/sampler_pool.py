@@ -71,18 +71,18 @@ class SamplerPool:
         self._thread.start()
 
     def new_lane(self, model: CausalModel) -> SamplerLane:
-        """A place to decode with a model's weights; it lasts as long as someone holds it or waits for it."""
+        """A lane that decodes with a model's weights. It lasts as long as someone holds it or waits for it."""
         return SamplerLane(model, self._options.max_batch)
 
     @property
     def waiting(self) -> int:
-        """Sequences that wait for a place."""
+        """Sequences that wait for a slot."""
         return sum(len(one.lane.waiting) + len(one.scores) for one in self._lanes)
 
     async def generate(
         self, lane: SamplerLane, prompt: tuple[int, ...], params: SamplingParams, seed: int
     ) -> Generation:
-        """One completion; cancelled, it frees its place."""
+        """One completion; cancelled, it frees its slot."""
         request = self._new_request(prompt, params.filled(DEFAULT_SAMPLING), seed)
         self._add(lane, lambda: lane.lane.waiting.append(request))
         return await self._result(request.result)
@@ -133,7 +133,7 @@ class SamplerPool:
             for one in lanes:
                 try:
                     self._advance(one)
-                except Exception as error:  # of one set of weights: the others go on
+                except Exception as error:  # of one set of weights; the others are not affected
                     self._fail(one, f"sampling failed: {type(error).__name__}: {error}")
         for one in self._lanes:
             self._fail(one, "the server was stopped while the request was under way")
