@@ -102,7 +102,7 @@ class CodeJudger(Judger):
         limits = SandboxLimits(timeout_s, memory_mb, disk_mb, processes, output_bytes=output_bytes)
         self._sandbox = Sandbox(limits, sandbox)
         self._workers = workers
-        self._places = asyncio.Semaphore(workers)
+        self._semaphore = asyncio.Semaphore(workers)
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def check_task(self, task: Task) -> None:
@@ -125,8 +125,8 @@ class CodeJudger(Judger):
     def _slots(self) -> asyncio.Semaphore:
         loop = asyncio.get_running_loop()
         if self._loop is not loop:  # of an earlier asyncio.run
-            self._loop, self._places = loop, asyncio.Semaphore(self._workers)
-        return self._places
+            self._loop, self._semaphore = loop, asyncio.Semaphore(self._workers)
+        return self._semaphore
 
     async def _prints_all(self, code: str, pairs: Sequence[InputOutput]) -> int:
         """How many outputs are right; after one for which the program had to be killed, the rest counts as wrong."""

@@ -168,7 +168,7 @@ def _readable_by_all(path: str) -> bool:
     return False
 
 
-def _leave_root(spec: dict[str, Any], restricted: bool) -> None:
+def _drop_root(spec: dict[str, Any], restricted: bool) -> None:
     """Become nobody. An interpreter in a private folder (of root) stays readable, which takes a capability.
 
     Landlock holds for that, too: nothing else becomes readable by it.
@@ -185,8 +185,8 @@ def _leave_root(spec: dict[str, Any], restricted: bool) -> None:
     _checked(_libc.prctl(_AMBIENT, _AMBIENT_RAISE, ctypes.c_ulong(_READ_SEARCH), 0, 0), "ambient capability")
 
 
-def _volunteer() -> None:
-    """When memory runs out, this goes before anything of the run does."""
+def _be_killed_first() -> None:
+    """When memory runs out, the kernel kills this process before any of the run."""
     try:
         with open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")
@@ -194,8 +194,8 @@ def _volunteer() -> None:
         pass
 
 
-def _become(spec: dict[str, Any]) -> None:
-    """The program, under its limits."""
+def _start(spec: dict[str, Any]) -> None:
+    """Become the program, under its limits."""
     _limit(spec["limits"])
     _prctl(_NO_NEW_PRIVS, 1)
     if spec["filter"]:
@@ -204,24 +204,24 @@ def _become(spec: dict[str, Any]) -> None:
     os.execve(spec["command"][0], spec["command"], spec["environment"])
 
 
-def _become_beside(spec: dict[str, Any], as_root: bool) -> None:
-    """The program, without namespaces of its own."""
+def _start_without_namespaces(spec: dict[str, Any], as_root: bool) -> None:
+    """Become the program, without namespaces of its own."""
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     _prctl(_SET_PDEATHSIG, signal.SIGKILL)
-    _volunteer()
+    _be_killed_first()
     if spec["mode"] == "seccomp":
         version = _landlock_version()
         if not version and spec["needs_landlock"]:
             raise OSError("Landlock is not available (it takes Linux 5.13 or later, with it enabled)")
         ruleset = _new_ruleset(version, spec["paths"], spec["root"]) if version else None
         if as_root:
-            _leave_root(spec, ruleset is not None)
+            _drop_root(spec, ruleset is not None)
             _prctl(_SET_PDEATHSIG, signal.SIGKILL)  # forgotten when the user changes
         if ruleset is not None:
             _prctl(_NO_NEW_PRIVS, 1)
             _checked(_libc.syscall(ctypes.c_long(_RESTRICT_SELF), ruleset, 0), "Landlock")
             os.close(ruleset)
-    _become(spec)
+    _start(spec)
 
 
 def _kill_children() -> None:
@@ -248,7 +248,7 @@ def _supervise(spec: dict[str, Any], as_root: bool) -> int:
     running, held = os.pipe()  # closed in the program when it starts
     program = os.fork()
     if program == 0:
-        _become_beside(spec, as_root)
+        _start_without_namespaces(spec, as_root)
     os.close(spec["status"])
     os.close(held)
     user = _NOBODY if as_root and spec["mode"] == "seccomp" else os.geteuid()
@@ -280,7 +280,7 @@ def _first_process(spec: dict[str, Any], as_root: bool) -> int:
         if as_root:
             _become_nobody()
             _libc.unshare(_NEWUSER)  # for a count of processes of its own; the limits hold without it, too
-        _become(spec)
+        _start(spec)
     os.close(spec["status"])
     while True:
         ended, status = os.wait()
@@ -289,7 +289,7 @@ def _first_process(spec: dict[str, Any], as_root: bool) -> int:
 
 
 def _in_namespaces(spec: dict[str, Any], as_root: bool) -> int:
-    _volunteer()
+    _be_killed_first()
     _make_namespaces(as_root)
     _die_with(spec["parent"])  # forgotten in a new user namespace
     alive, held = os.pipe()
@@ -314,8 +314,8 @@ def main() -> None:
         for group in spec["cgroups"]:
             with open(f"{group}/cgroup.procs", "w") as file:
                 file.write("0")
-        start = _in_namespaces if spec["mode"] == "namespace" else _supervise
-        os._exit(start(spec, os.geteuid() == 0))
+        run = _in_namespaces if spec["mode"] == "namespace" else _supervise
+        os._exit(run(spec, os.geteuid() == 0))
     except BaseException as error:
         os.write(spec["status"], f"{error}"[:500].encode())
         os._exit(125)

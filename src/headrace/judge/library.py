@@ -1,7 +1,7 @@
 """What a test may use on the host: operators, builtins, modules and methods, each bounded in what it can cost.
 
-One operand of anything here may come from a program that nobody has read. So nothing calls into objects of unknown
-classes (all values are plain), and nothing makes much out of little: no `"x" * 10**9`, no `9**9**9`.
+Any operand may come from an untrusted program. So all values are plain, no object of an unknown class is called, and no
+small input gives a large result: no `"x" * 10**9`, no `9**9**9`.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _shift(left: int, right: int) -> int:
 
 def _divided(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     def checked(left: Any, right: Any) -> Any:
-        if isinstance(left, (str, bytes)):  # % of text makes much of little
+        if isinstance(left, (str, bytes)):  # % of text can give very long text
             raise NotPlainError("text cannot be formatted in a test")
         _check(max(_bits(left), _bits(right)), _MOST_DIVISION_BITS)
         return function(left, right)
@@ -212,7 +212,7 @@ def _combinations(many: int, few: int | None = None) -> int:
 
 
 def _print(*values: Any, **named: Any) -> None:
-    """What a test prints is of no use to anyone."""
+    """Nothing is printed."""
 
 
 # Types stay types, for isinstance; what is called through them is in CONSTRUCTORS.

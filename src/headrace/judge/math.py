@@ -33,22 +33,22 @@ class MathJudger(Judger):
             raise MissingExtraError(
                 f'"math-verify" is not installed, which the judger "math" needs; in the clone: {install_line("math")}'
             )
-        self._places = check_where(where)
+        self._where = check_where(where)
         self._marked_only = marked_only
         self._pool = WorkerPool("headrace.judge.verify:serve", workers, timeout_s, memory_mb)
         self._readable: dict[str, bool] = {}
 
     async def judge(self, task: Task, episode: Episode) -> Verdict:
         golds = [marked(text, ("box", "marks", "text")) or "" for text in map(str, expected(task))]
-        said = marked(episode.text, self._places)
-        boxed = said is not None
-        if said is None:
-            said = "" if self._marked_only else episode.text[-_LONGEST:]
-        if len(said) > _LONGEST or not said.strip():
+        given = marked(episode.text, self._where)
+        boxed = given is not None
+        if given is None:
+            given = "" if self._marked_only else episode.text[-_LONGEST:]
+        if len(given) > _LONGEST or not given.strip():
             await self._check_golds(task, golds)
             return _verdict("unreadable")
         try:
-            found = await self._pool.call("compare", golds, said, boxed)
+            found = await self._pool.call("compare", golds, given, boxed)
         except (WorkerTimeoutError, WorkerCrashError):
             await self._check_golds(task, golds)
             return _verdict("timed out")

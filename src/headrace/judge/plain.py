@@ -1,7 +1,7 @@
 """Plain values on their way between a program in the sandbox and the host: tagged JSON, read strictly and bounded.
 
-What comes from the sandbox was written by a program that nobody has read: any bytes are possible. `decode` makes exact
-builtin types of them (and fractions), or raises NotPlainError. Nothing here costs more than the bytes are worth.
+What comes from the sandbox is untrusted: any bytes are possible. `decode` makes values of exact builtin types of them
+(and fractions, and handles), or raises NotPlainError. The cost is bounded by the number of bytes.
 """
 
 from __future__ import annotations

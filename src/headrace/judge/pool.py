@@ -49,13 +49,13 @@ class WorkerPool:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._idle: list[asyncio.subprocess.Process] = []
         self._all: set[asyncio.subprocess.Process] = set()
-        self._places = asyncio.Semaphore(workers)
+        self._slots = asyncio.Semaphore(workers)
 
     async def call(self, *arguments: Any, time_s: float | None = None) -> Any:
         """What the function returns; waits for a free worker, which is no part of the time limit (or of `time_s`)."""
         self._adopt_loop()
         limit_s = self._time_s if time_s is None else time_s
-        async with self._places, self._worker() as worker:
+        async with self._slots, self._worker() as worker:
             assert worker.stdin is not None and worker.stdout is not None
             request = json.dumps([limit_s, arguments])
             try:
@@ -91,7 +91,7 @@ class WorkerPool:
                 with contextlib.suppress(ProcessLookupError, RuntimeError):
                     worker.kill()
             self._all, self._idle, self._loop = set(), [], loop
-            self._places = asyncio.Semaphore(self._count)
+            self._slots = asyncio.Semaphore(self._count)
 
     @asynccontextmanager
     async def _worker(self) -> AsyncIterator[asyncio.subprocess.Process]:

@@ -72,7 +72,7 @@ class GuardedJudger(Holder):
     def __init__(self, judger: Judger, rules: Rules) -> None:
         self.judger = judger
         self._rules = rules
-        self._places = asyncio.Semaphore(rules.concurrency)
+        self._slots = asyncio.Semaphore(rules.concurrency)
         self._loop: asyncio.AbstractEventLoop | None = None
         self.failed = 0
         """Episodes without a verdict."""
@@ -84,8 +84,8 @@ class GuardedJudger(Holder):
     async def judge(self, task: Task, episode: Episode) -> Verdict:
         loop = asyncio.get_running_loop()
         if self._loop is not loop:  # of an earlier asyncio.run
-            self._loop, self._places = loop, asyncio.Semaphore(self._rules.concurrency)
-        async with self._places:
+            self._loop, self._slots = loop, asyncio.Semaphore(self._rules.concurrency)
+        async with self._slots:
             start = loop.time()
             try:
                 verdict = await self._tried(task, episode)

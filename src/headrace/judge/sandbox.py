@@ -1,4 +1,4 @@
-"""Runs programs that nobody has read, in processes of their own: limited, without network, killed when late.
+"""Runs untrusted programs in processes of their own: limited, without network, killed when late.
 
 Three modes, strongest first: "namespace" (namespaces of its own, and a root folder that holds only the interpreter),
 "seccomp" (Landlock over files, and a stricter filter of system calls), "none" (limits only). "auto" takes the first of

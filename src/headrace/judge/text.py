@@ -40,13 +40,13 @@ class ExactJudger(TextJudger):
     """1 if the answer is exactly the expected one, apart from white space at both ends."""
 
     def __init__(self, where: str | list[str] = "text", ignore_case: bool = False, squeeze: bool = False) -> None:
-        self._places = check_where(where)
+        self._where = check_where(where)
         self._ignore_case = ignore_case
         self._squeeze = squeeze
 
     def score(self, text: str, answer: Any) -> float:
-        said = marked(text, self._places)
-        return float(said is not None and self._plain(said) == self._plain(str(answer)))
+        given = marked(text, self._where)
+        return float(given is not None and self._plain(given) == self._plain(str(answer)))
 
     def _plain(self, text: str) -> str:
         text = " ".join(text.split()) if self._squeeze else text.strip()
@@ -102,7 +102,7 @@ class NumericJudger(TextJudger):
     ) -> None:
         if tolerance < 0 or relative < 0:
             raise ConfigError(f"tolerance and relative must not be negative, got {tolerance} and {relative}")
-        self._places = check_where(where)
+        self._where = check_where(where)
         self._tolerance, self._relative = Fraction(tolerance), Fraction(relative)
         self._percent = percent
         self._marked_only = marked_only
@@ -111,20 +111,20 @@ class NumericJudger(TextJudger):
         wanted = [last_number(str(answer)) for answer in answers]
         if None in wanted:
             raise DataError(f'task "{task.id}": the expected answer {str(task.answer)[:80]!r} is no number')
-        said = marked(text, self._places)
-        if said is None:
-            said = "" if self._marked_only else text[-LONGEST_TEXT:]
-        found = last_number(said)
+        given = marked(text, self._where)
+        if given is None:
+            given = "" if self._marked_only else text[-LONGEST_TEXT:]
+        found = last_number(given)
         return float(found is not None and any(self._equal(found, number) for number in wanted if number is not None))
 
     def score(self, text: str, answer: Any) -> float:
         return self._best(text, [answer], Task("", instruction="", answer=answer))
 
-    def _equal(self, said: tuple[Fraction, bool], wanted: tuple[Fraction, bool]) -> bool:
+    def _equal(self, given: tuple[Fraction, bool], wanted: tuple[Fraction, bool]) -> bool:
         margin = max(self._tolerance, self._relative * abs(wanted[0]))
-        values = [said[0]]
-        if self._percent and said[1] != wanted[1]:  # 50% for 0.5, and 0.5 for 50%
-            values.append(said[0] / 100 if said[1] else said[0] * 100)
+        values = [given[0]]
+        if self._percent and given[1] != wanted[1]:  # 50% for 0.5, and 0.5 for 50%
+            values.append(given[0] / 100 if given[1] else given[0] * 100)
         return any(abs(value - wanted[0]) <= margin for value in values)
 
 
@@ -143,8 +143,8 @@ _ALONE = re.compile(r"\W{0,8}(?:\\?text\{)?\(?([A-Ja-j])\)?(?:[.):}\s].{0,400})?
 
 def choice_in(text: str, places: tuple[str, ...] = ("box", "marks", "tags")) -> str | None:
     """The letter that was chosen: in a marked place, after "answer", then in weaker and weaker spellings."""
-    said = marked(text, places)
-    if said is not None and len(said) < 500 and (alone := _ALONE.fullmatch(said)):
+    given = marked(text, places)
+    if given is not None and len(given) < 500 and (alone := _ALONE.fullmatch(given)):
         return alone[1].upper()
     # runs of white space become one character, or the patterns below take quadratic time on them
     tail = _SPACES.sub(lambda run: "\n" if "\n" in run[0] else " ", text[-5_000:]).strip()
@@ -163,10 +163,10 @@ class ChoiceJudger(TextJudger):
         if not choices or set(choices) - set("ABCDEFGHIJ"):
             raise ConfigError(f'choices must be letters from A to J, got "{choices}"')
         self._choices = choices
-        self._places = check_where(where)
+        self._where = check_where(where)
 
     def score(self, text: str, answer: Any) -> float:
-        chosen = choice_in(text, self._places)
+        chosen = choice_in(text, self._where)
         return float(chosen is not None and chosen == self._letter(answer))
 
     def _letter(self, answer: Any) -> str:
@@ -194,7 +194,7 @@ class F1Judger(TextJudger):
     """Token F1 with SQuAD's normalisation. `threshold` is the score from which an answer counts as correct."""
 
     def __init__(self, where: str | Sequence[str] = ("tags", "text"), threshold: float = 1.0) -> None:
-        self._places = check_where(where)
+        self._where = check_where(where)
         self._threshold = threshold
 
     async def judge(self, task: Task, episode: Episode) -> Verdict:
@@ -202,11 +202,11 @@ class F1Judger(TextJudger):
         return Verdict(score, is_correct=score >= self._threshold)
 
     def score(self, text: str, answer: Any) -> float:
-        said, wanted = squad_tokens(marked(text, self._places) or ""), squad_tokens(str(answer))
-        if not said or not wanted:
-            return float(said == wanted)
-        common = sum((Counter(said) & Counter(wanted)).values())
-        return 2 * common / (len(said) + len(wanted))
+        given, wanted = squad_tokens(marked(text, self._where) or ""), squad_tokens(str(answer))
+        if not given or not wanted:
+            return float(given == wanted)
+        common = sum((Counter(given) & Counter(wanted)).values())
+        return 2 * common / (len(given) + len(wanted))
 
 
 # ---- regular expressions ---------------------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ class RegexJudger(Judger):
         if pattern is not None:
             _check_pattern(pattern)
         self._pattern = pattern
-        self._places = check_where(where)
+        self._where = check_where(where)
         self._whole = whole
         self._flags = int(re.IGNORECASE) if ignore_case else 0
         self._longest = longest
@@ -245,11 +245,11 @@ class RegexJudger(Judger):
 
     async def judge(self, task: Task, episode: Episode) -> Verdict:
         patterns = [self._pattern] if self._pattern is not None else [str(answer) for answer in expected(task)]
-        said = marked(episode.text, self._places)
+        given = marked(episode.text, self._where)
         late = False
-        for pattern in patterns if said is not None else ():
+        for pattern in patterns if given is not None else ():
             try:
-                found = await self._pool.call(pattern, (said or "")[-self._longest :], self._flags, self._whole)
+                found = await self._pool.call(pattern, (given or "")[-self._longest :], self._flags, self._whole)
             except (WorkerTimeoutError, WorkerCrashError):
                 late, found = True, False
             except WorkerFailedError as error:

@@ -29,10 +29,10 @@ def compare(golds: list[str], answer: str, boxed: bool) -> str:
     read = [found for gold in golds if (found := _parsed(gold, True))]
     if not read:
         return "gold"
-    said = _parsed(answer, boxed)
-    if not said:
+    given = _parsed(answer, boxed)
+    if not given:
         return "unreadable"
-    return "right" if any(verify(gold, said, timeout_seconds=None) for gold in read) else "wrong"
+    return "right" if any(verify(gold, given, timeout_seconds=None) for gold in read) else "wrong"
 
 
 def serve(task: str, *arguments) -> str | bool:  # type: ignore[no-untyped-def]
