@@ -29,7 +29,7 @@ ROOT = Path(__file__).parent.parent
 FILE = ROOT / "examples" / "long_tail_async.toml"
 SETTINGS = (
     f"--workflow.name={ROOT / 'examples' / 'long_tail.py'}:LongTail",
-    "--eval.before=false", "--eval.after=false", "--track.trackers", '["jsonl"]', "--track.plot=false",
+    "--eval.sets={}", "--track.trackers", '["jsonl"]', "--track.plot=false",
 )  # fmt: skip
 _UNFINISHED = "state IN ('dispatched', 'whole')"
 

@@ -182,7 +182,7 @@ def train(kind: str, enabled: bool, steps: int, folder: Path) -> Spent:
     watch = Watch()
     if kind == "countdown":
         settings = [f"--trainer.steps={steps}", f"--ledger.enabled={str(enabled).lower()}", f"--run.dir={folder}",
-                    "--eval.before=false", "--eval.after=false", "--eval.every=0", "--trainer.save_last=false",
+                    "--eval.sets={}", "--eval.every=0", "--trainer.save_last=false",
                     "--track.trackers", '["jsonl"]', "--track.plot=false"]  # fmt: skip
         trainer = UnifiedTrainer(load_config(ROOT / "examples" / "countdown.toml", settings), callbacks=[watch])
     else:

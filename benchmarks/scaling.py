@@ -155,7 +155,6 @@ def train(point: Point, steps: int, tasks: Sequence[Task]) -> list[Spent]:
                 "model": {"name": "bundled"},
                 "rollout": {"group_size": point.group, "max_tokens": point.tokens, "max_concurrent": point.episodes},
                 "trainer": {"steps": steps, "batch_size": point.prompts, "save_last": False},
-                "eval": {"before": False, "after": False},
                 "track": {"trackers": ["jsonl"], "plot": False},
             }
         )

@@ -31,9 +31,10 @@ examples = settings(deadline=None, max_examples=40)
 def effective_config(values: dict[str, Any]) -> RunConfig:
     """The configuration without the settings that have no effect in it: a matrix of settings has some in places."""
     values = copy.deepcopy(values)
-    for idle in list(idle_settings(build_config(values, may_be_idle=True))):
+    while idle := next(idle_settings(build_config(values, may_be_idle=True)), None):
         section: Any = values
-        *parents, last = idle.key.split(".")
+        # a set that is never evaluated goes as one
+        *parents, last = idle.key.removesuffix(".tasks").split(".")
         for part in parents:
             section = section[part]
         del section[last]

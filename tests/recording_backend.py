@@ -31,7 +31,7 @@ from headrace.trainer.trainer import RunResult, UnifiedTrainer
 from headrace.weights.base import SyncedWeights
 
 FLOAT64: dict[str, Any] = {"model": {"dtype": "float64"}}
-QUIET: dict[str, Any] = {"track": {"trackers": ["jsonl"], "plot": False}, "eval": {"before": False, "after": False}}
+QUIET: dict[str, Any] = {"track": {"trackers": ["jsonl"], "plot": False}}
 
 
 class WatchedBackend(LocalBackend):

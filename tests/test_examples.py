@@ -14,7 +14,7 @@ from headrace.cli.main import run as run_command
 from headrace.models.catalog import model_folder
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.toml"))
-SMALL = ["--trainer.steps=1", "--trainer.batch_size=2", "--rollout.max_tokens=8", "--eval.before=false"]
+SMALL = ["--trainer.steps=1", "--trainer.batch_size=2", "--rollout.max_tokens=8"]
 REAL = [path.stem for path in EXAMPLES if load_config(path).model.name == "smollm2-135m"]
 # pairs need rewards that differ, so replies must be whole
 OWN = {"countdown_dpo": ["--trainer.batch_size=4", "--rollout.max_tokens=60", "--run.deterministic=true"]}
@@ -26,6 +26,7 @@ def settings(path: Path, run_dir: Path) -> list[str]:
     words = [*SMALL, *OWN.get(path.stem, []), f"--run-dir={run_dir}"]
     words += [f"--data.mixture.{name}.args.size=16" for name in config.data.mixture]
     words += ["--data.args.count=16"] if "count" in config.data.args else []
+    words += ["--eval.before=false"] if config.eval.sets else []
     words += [f"--eval.sets.{name}.limit=2" for name in config.eval.sets]
     words += [f"--eval.sets.{name}.args.count=2" for name, one in config.eval.sets.items() if "count" in one.args]
     if config.algorithm.objective == "rl" and config.rollout.group_size > 2:

@@ -80,7 +80,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "wrong combination": (write("[rollout]\ngroup_size = 1\n"), "at least 2 for grpo, got 1"),
     "missing file": (lambda f: ["train", str(f.with_name("rnu.toml"))], 'did you mean "run.toml"?'),
     "folder": (lambda f: ["train", str(f.parent)], "is a folder"),
-    "no file": (lambda f: ["train"], "Give a run file, or the folder of a run with --resume"),
+    "no file": (lambda f: ["train"], "give a run file to train, or the folder of a run with --resume"),
     "settings before the file": (lambda f: ["train", "--trainer.steps", "2", str(f)], "the run file comes first"),
     "setting without value": (lambda f: ["train", str(f), "--trainer.steps"], "--trainer.steps needs a value"),
     "misspelt option": (lambda f: ["train", str(f), "--dryrun"], 'did you mean "--dry-run"?'),

@@ -179,7 +179,7 @@ def test_a_wrong_override_is_one_sentence(words: list[str], says: str) -> None:
         ({"trainer": {"lr": 1e-4}}, 'unknown key "trainer.lr" (did you mean "optimizer.lr"?)'),
         ({"model": {"lora": {"rnak": 4}}}, 'unknown key "model.lora.rnak" (did you mean "rank"?)'),
         ({"run": {"zzz": 1}}, 'unknown key "run.zzz"; known here: name, dir, resume, seed'),
-        ({"trainer": {"steps": -1}}, "trainer.steps: input should be greater than or equal to 0, got -1"),
+        ({"trainer": {"steps": -1}}, "trainer.steps: input should be greater than or equal to 1, got -1"),
         ({"trainer": {"steps": 1.5}}, "trainer.steps: input should be a valid integer"),
         ({"model": {"dtype": "int8"}}, "model.dtype: input should be 'float32', 'bfloat16' or 'float64', got 'int8'"),
         ({"trainer": 3}, "trainer: input should be a valid dictionary"),

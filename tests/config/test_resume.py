@@ -39,9 +39,6 @@ max_tokens = 8
 [trainer]
 steps = 4
 batch_size = 3
-[eval]
-before = false
-after = false
 [track]
 trackers = ["jsonl"]
 plot = false
@@ -168,15 +165,15 @@ def test_other_settings_are_refused_and_the_run_can_still_be_resumed(train: Call
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--resume", "nowhere"], "nowhere holds no run to go on with"),
+        (["--resume", "nowhere"], "nowhere holds no run to resume"),
         (["run.toml", "--resume", "r"], "leave the run file run.toml out"),
-        (["--resume", "r", "--run-dir", "x"], "--run-dir x does nothing"),
-        (["--resume", "r", "--run.name", "x"], "--run.name does nothing"),
-        (["--resume", "r", "--run.resume=never"], "--run.resume does nothing"),
+        (["--resume", "r", "--run-dir", "x"], "--run-dir x has no effect"),
+        (["--resume", "r", "--run.name", "x"], "--run.name has no effect"),
+        (["--resume", "r", "--run.resume=never"], "--run.resume has no effect"),
         (["--resume", "r", "--dryrun"], 'did you mean "--dry-run"?'),
         (["--resme", "r"], 'did you mean "--resume"?'),
         (["--resume", "r", "--trainer.stpes", "3"], 'did you mean "steps"?'),
-        (["--resume", "r/checkpoints/step_000004"], "holds no run to go on with"),
+        (["--resume", "r/checkpoints/step_000004"], "holds no run to resume"),
         (["run.toml", "--run.resume", "nevr"], 'did you mean "never"?'),
     ],
 )

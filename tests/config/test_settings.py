@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -130,6 +131,15 @@ RUNS: list[dict[str, Any]] = [
     {"eval": {"sets": {"x": {"tasks": "countdown", "workflow": "mine.py:run", "judger": "exact"}}}},
     {"simulate": {"from_run": "runs/x", "slow_share": 0.1}},
     {"simulate": {"slow_share": 0.1}},
+    {"workflow": {"name": "environment"}},
+    {"workflow": {"name": "tool_agent"}, "rollout": {"max_tool_calls": 2}},
+    {"workflow": {"name": "tool_agent"}, "rollout": {"max_tool_calls": 2, "max_episode_tokens": 100}},
+    {"trainer": {"max_staleness": 2, "partial_rollouts": False}},
+    {"trainer": {"save_every_s": 0, "save_last": False}},
+    {"data": {"tasks": "rows.jsonl"}},
+    {"data": {"mixture": {"x": {"tasks": "rows.jsonl"}, "y": SET}}},
+    {"eval": {"sets": {"x": {"tasks": "rows.jsonl"}}}},
+    {"eval": {"before": False, "after": False, "sets": {"x": SET}}},
 ]
 """Between them, every condition of every setting holds in one and does not in another."""
 
@@ -139,7 +149,8 @@ VALUES: dict[str, Any] = {
     "eval.sets.x.columns": {"id": "a"}, "data.mixture.x.columns": {"id": "a"}, "simulate.grid": {"run.seed": [1]},
     "gateway.host": "127.0.0.2", "gateway.token": "$NAME",
     "algorithm.roles.x.estimator": "grpo", "algorithm.roles.x.loss": "gspo",
-    "filters.drop_terminations": ["length"],
+    "filters.drop_terminations": ["length", "turns", "tools", "tokens", "timeout"], "workflow.grouping": "by_step",
+    "rollout.max_episode_tokens": 1000,
 }  # fmt: skip
 """Values for settings whose type does not say enough."""
 
@@ -206,10 +217,11 @@ def test_no_declaration_is_of_a_setting_that_is_not_there() -> None:
 @pytest.mark.parametrize("key", SETTINGS)
 def test_a_setting_is_refused_where_it_has_no_effect_and_accepted_where_it_has(key: str) -> None:
     missing = {None, *(declared(key) or ())}  # None: it has effect
-    for found in idle_in_runs(key, another_value(key, SETTINGS[key])):
-        missing -= {found}
-        if not missing:
-            return
+    for spelled in dict.fromkeys((key, key.replace("roles.x.", "roles.agent."))):
+        for found in idle_in_runs(spelled, another_value(key, SETTINGS[key])):
+            missing -= {found}
+            if not missing:
+                return
     pytest.fail(f"no run in which: {[one.why if one else 'it has effect' for one in missing]}; add one to RUNS")
 
 
@@ -220,6 +232,89 @@ def test_a_setting_without_effect_is_named_with_value_reason_and_remedy() -> Non
         "configuration: trainer.partial_rollouts = false has no effect: trainer.max_staleness is 0, so nothing is "
         "generated ahead of training; remove it, or raise trainer.max_staleness"
     )
+
+
+USELESS: list[tuple[dict[str, Any], str]] = [
+    ({"eval": {"before": False}}, "eval.before = false has no effect: there is no evaluation set"),
+    (
+        {"eval": {"before": False, "after": False, "sets": {"dev": SET}}},
+        "eval.sets.dev.tasks = .* .* never evaluated; remove the set .--eval.sets={}., or set one of these",
+    ),
+    ({"algorithm": {"use_precomputed_advantage": True}}, 'workflow "single_turn" writes no advantages into its steps'),
+    ({"workflow": {"grouping": "by_step"}}, 'an episode of workflow "single_turn" has one step'),
+    ({"engine": {"kept_tokens": 0}}, "engine.kept_tokens = 0 has no effect: .* makes one model call per episode"),
+    ({"filters": {"drop_terminations": ["turns"]}}, 'none ends with reason "turns"; remove "turns"'),
+    ({"filters": {"drop_terminations": ["tools"]}}, 'no episode ends with reason "tools"'),
+    ({"filters": {"drop_terminations": ["tokens"]}}, "rollout.max_episode_tokens is empty"),
+    (
+        {"engine": {"cache_on_publish": "recompute"}, "trainer": {"max_staleness": 1, "partial_rollouts": False}},
+        "trainer.partial_rollouts is false, so no sequence is in flight",
+    ),
+    (
+        {"ledger": {"keep_steps": 3}, "trainer": {"save_every_s": 0, "save_last": False}},
+        "ledger.keep_steps = 3 has no effect: old episodes are removed when a checkpoint is saved",
+    ),
+    ({"rollout": {"max_episode_tokens": 257}}, "of at most rollout.max_tokens = 256 tokens"),
+    ({"gateway": {"port": 8000}}, 'workflow "single_turn" opens no gateway'),
+    ({"data": {"keep_columns": True}}, 'data.tasks = "countdown" generates tasks'),
+    ({"data": {"tasks": "reasoning_gym:chain_sum", "on_bad_row": "skip"}}, "there are no bad rows"),
+    ({"engine": {"health_every_s": 1.0}, "algorithm": {"objective": "sft"}}, "trains on given texts, not on rollouts"),
+    (
+        {"algorithm": {"roles": {"agent": {"train": False}}}},
+        'algorithm.roles.agent.train = false leaves nothing to train: all trajectories of workflow "single_turn" have '
+        'the role "agent"; remove it',
+    ),
+    (
+        {"optimizer": {"warmup_steps": 1000}, "trainer": {"steps": 6}},
+        "would never reach optimizer.lr",
+    ),
+    ({"algorithm": {"clip_low": 5}}, "algorithm.clip_low must be at most 1, got 5"),
+    (
+        {"workflow": {"judger": "exact"}, "judge": {"routes": {"*": {"name": "exact"}}}},
+        "both workflow.judger .* and judge.routes are set; keep one",
+    ),
+    ({"trainer": {"steps": 0}}, "trainer.steps: input should be greater than or equal to 1, got 0"),
+]
+
+
+@pytest.mark.parametrize(("values", "says"), USELESS)
+def test_what_would_do_nothing_is_refused(values: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        build_config(values, objects=())
+
+
+def test_rows_that_python_gives_may_have_columns_and_be_bad() -> None:
+    given = {"data": {"keep_columns": True, "on_bad_row": "skip"}, "workflow": {"judger": "exact"}}
+    rows = [{"instruction": "a", "level": 1}]
+    UnifiedTrainer(given, tasks=rows)
+    with pytest.raises(ConfigError, match=r"data\.keep_columns = true has no effect"):
+        UnifiedTrainer(given)
+    sets: dict[str, Any] = {"eval": {"sets": {"dev": {**SET, "keep_columns": True}}}, "workflow": {"judger": "exact"}}
+    UnifiedTrainer(sets, eval_tasks={"dev": rows})
+    with pytest.raises(ConfigError, match=r"eval\.sets\.dev\.keep_columns = true has no effect"):
+        UnifiedTrainer(sets)
+
+
+def test_an_interval_longer_than_the_run_is_a_warning() -> None:
+    values = {"trainer": {"steps": 2, "save_every": 20}, "eval": {"every": 10, "sets": {"dev": SET}}}
+    with pytest.warns(UserWarning) as warned:
+        UnifiedTrainer(values)
+    assert [str(one.message) for one in warned] == [
+        "trainer.save_every = 20 saves no checkpoint: the run has 2 steps",
+        "eval.every = 10 evaluates nothing before the end: the run has 2 steps",
+    ]
+
+
+def test_what_a_run_was_begun_with_is_accepted_when_it_is_resumed(tmp_path: Path) -> None:
+    stored = {"workflow": {"grouping": "by_step"}, "run": {"dir": str(tmp_path), "name": "old"}}
+    with pytest.raises(ConfigError, match="grouping"):
+        build_config(stored, objects=())
+    config = build_config(stored, [f"--run.resume={tmp_path / 'old'}"], objects=(), begun=True)
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "config.json").write_text(json.dumps(stored))
+    UnifiedTrainer(config)
+    with pytest.raises(ConfigError, match=r"command line: engine\.kept_tokens"):
+        build_config(stored, ["--engine.kept_tokens=5"], objects=(), begun=True)
 
 
 def test_a_default_that_is_written_out_is_accepted() -> None:
@@ -238,6 +333,13 @@ def test_a_default_that_is_written_out_is_accepted() -> None:
         ),
         ({"optimizer": {"min_lr_ratio": 0.1}}, ["--optimizer.lr=0.1"], "configuration: optimizer.min"),
         ({}, ["--rollout.group_size", "1"], "command line: rollout.group_size must be at least 2"),
+        (
+            {"data": {"mixture": {"a": SET, "b": SET}}},
+            ["--data.args.count=3"],
+            'command line: data.args = {"count": 3} has no effect',
+        ),
+        ({}, ["--data.columns.foo=bar"], "command line: data.columns: a task has no field foo"),
+        ({}, ["--gateway.host=0.0.0.0"], "command line: gateway: host"),
     ],
 )
 def test_what_an_override_does_is_blamed_on_it(values: dict[str, Any], words: list[str], says: str) -> None:
@@ -300,3 +402,70 @@ def test_a_dry_run_reports_every_wrong_name_at_once(tmp_path: Path, capsys: pyte
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "not today" in said
     assert [key for key in names if key not in said] == []
+
+
+def dry(tmp_path: Path, text: str, *words: str) -> int:
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    return run(["train", str(path), "--dry-run", f"--run-dir={tmp_path / 'r'}", *words])
+
+
+def test_a_dry_run_checks_arguments_and_reports_problems_of_all_stages(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = tmp_path / "own.py"
+    own.write_text("class Agent:\n    def __init__(self, depth=1): ...\n    async def run(self, task, model): ...\n")
+    folder = tmp_path / "r"
+    (folder / "checkpoints" / "step_000003").mkdir(parents=True)
+    stored = build_config({"run": {"name": "r", "dir": str(tmp_path)}, "rollout": {"group_size": 4}})
+    (folder / "config.json").write_text(stored.model_dump_json())
+    said = dry(
+        tmp_path,
+        f"""
+        [workflow]
+        name = "{own}:Agent"
+        args = {{ dept = 2 }}
+        judger = "exact"
+        [judge.routes."*"]
+        name = "exact"
+        [eval.sets.x]
+        tasks = "countdown"
+        args = {{ cuont = 2 }}
+        """,
+        "--data.args.size=3", "--workflow.judger_args.nonsense=1",
+    )  # fmt: skip
+    err = capsys.readouterr().err
+    assert said == 2 and err.count("\n") == 1
+    for part in (
+        "run.toml: both workflow.judger",
+        'workflow.args: the workflow "', 'did you mean "depth"?',
+        'data.args: the task source "countdown" cannot be called', "workflow.judger_args: the judger",
+        'eval.sets.x.args: the task source "countdown"', 'did you mean "count"?',
+        "was begun with other settings", "rollout.group_size: 4",
+    ):  # fmt: skip
+        assert part in err, part
+
+
+def test_a_dry_run_says_what_would_become_of_the_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = '[workflow]\njudger = "exact"\n[trainer]\nsteps = 9\n'
+    folder = tmp_path / "r"
+
+    def said(*words: str) -> list[str]:
+        before = sorted(path.name for path in tmp_path.rglob("*"))
+        assert dry(tmp_path, text, *words) == 0
+        assert before in ([], sorted(path.name for path in tmp_path.rglob("*")))
+        return [line for line in capsys.readouterr().out.splitlines() if line.startswith("# ")]
+
+    dry(tmp_path, text)
+    capsys.readouterr()
+    assert said() == [f"# run directory: {folder}", "# starts a new run"]
+    (folder / "checkpoints" / "step_000003").mkdir(parents=True)
+    (folder / "checkpoints" / "step_000003" / "checkpoint.json").touch()
+    (folder / "config.json").write_text(build_config({"workflow": {"judger": "exact"}}).model_dump_json())
+    assert run(["train", str(tmp_path / "run.toml"), "--dry-run", f"--run-dir={folder}", "--trainer.steps=101"]) == 0
+    assert "# resumes the run in it from step 3 of 101" in capsys.readouterr().out
+    assert said("--run.resume=never")[0] == f"# run directory: {folder}-2"
+    (folder / "finished").touch()
+    assert said() == [f"# run directory: {folder}-2", "# starts a new run", "# r is finished; this run is r-2"]
+    assert run(["train", "--resume", str(folder), "--dry-run"]) == 2
+    assert "is finished after 100 steps" in capsys.readouterr().err

@@ -187,7 +187,6 @@ def test_a_run_corrects_for_what_it_samples_with(placement: str, tmp_path: Path)
             "engine": {"weights": "int8"},
             "algorithm": {"proximal": "recompute", "correction": {"name": "tis"}},
             "trainer": {"steps": 2, "batch_size": 4, "placement": placement, "save_last": False},
-            "eval": {"before": False, "after": False},
             "workflow": {"name": "single_turn", "judger": "countdown"},
             "track": {"trackers": ["jsonl"], "plot": False},
         }

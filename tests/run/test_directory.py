@@ -124,7 +124,7 @@ async def test_its_own_path_extends_a_finished_run(tmp_path: Path) -> None:
 def test_a_finished_run_without_a_checkpoint_cannot_be_extended(tmp_path: Path) -> None:
     folder = claim(tmp_path, trainer={"steps": 5}).folder
     mark_finished(folder, {})
-    with pytest.raises(ConfigError, match="has no checkpoint to go on from"):
+    with pytest.raises(ConfigError, match="has no checkpoint to resume from"):
         claim(tmp_path, run={"resume": str(folder)}, trainer={"steps": 9})
 
 
@@ -139,7 +139,7 @@ def test_the_written_configuration_gives_the_same_run_again(tmp_path: Path) -> N
 ALLOWED: dict[str, tuple[dict[str, Any], str]] = {
     "more steps": ({"trainer": {"steps": 200}}, "trainer.steps: 100 → 200"),
     "checkpoints": ({"trainer": {"save_every": 7, "keep_last": 3}}, "keep_last: 2 → 3; trainer.save_every: 0 → 7"),
-    "evaluation": ({"eval": {"before": False}}, "eval.before: true → false"),
+    "evaluation": ({"eval": {"sets": {"dev": {"tasks": "countdown"}}}}, "eval.sets.dev.workflow: (none) → null"),
     "trackers": ({"track": {"trackers": ["jsonl"]}}, 'track.trackers: ["console", "jsonl", "tensorboard"] → ["jsonl"]'),
     "engine": ({"engine": {"max_batch": 4}}, "engine.max_batch: 128 → 4"),
     "limits": ({"rollout": {"timeout_s": 5}}, "rollout.timeout_s: 600.0 → 5.0"),

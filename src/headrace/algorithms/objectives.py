@@ -233,7 +233,7 @@ class PreferenceObjective:
         demonstrations: TaskSampler | None = None,
         policy: StalenessPolicy | None = None,
     ) -> None:
-        assert demonstrations is None, "preferences have no supervised term: check_combinations refuses it"
+        assert demonstrations is None, "preferences have no supervised term: the start-up rules refuse it"
         self._config = config
         self._algorithm = config.algorithm.model_copy(update={"aggregation": "sequence_mean_token_sum"})
         self._backend = backend

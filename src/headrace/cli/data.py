@@ -64,7 +64,8 @@ def _of_source(source: str, args: str | None, columns: str | None, template: str
     from headrace.config.loading import build_config
 
     values: dict[str, Any] = {"tasks": source, "args": _table("--args", args), "columns": _table("--columns", columns)}
-    config = build_config({"data": {**values, "template": template, "on_bad_row": "skip"}}, where=source)
+    data = {**values, "template": template, "on_bad_row": "skip"}
+    config = build_config({"data": data}, where=source, may_be_idle=True)  # a source without rows has no bad ones
     return _report(config, None)
 
 

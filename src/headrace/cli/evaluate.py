@@ -55,7 +55,8 @@ def evaluate(
     elif trust:
         raise ConfigError(f"--trust is for the folder of a run, and {target} is none; leave it out")
     else:
-        config = read_run(target, overrides, *_OPTIONS)
+        # evaluated here, whatever the file says of when training evaluates
+        config = read_run(target, (*overrides, "--eval.after=true"), *_OPTIONS)
     from headrace.evaluation.evaluate import Outputs, Remote, evaluate_run
 
     remote = Remote(url, model, api_key_env) if url is not None and model is not None else None
@@ -83,7 +84,7 @@ def _config_of_run(folder: Path, overrides: tuple[str, ...], trust: bool) -> Run
     if stored is None:
         raise ConfigError(f"{folder} is neither a run folder nor a checkpoint of one; give a run file or a run folder")
     require_trust(run, trust)
-    return build_config(stored, overrides, where=str(run / "config.json"), may_be_idle=True)
+    return build_config(stored, overrides, where=str(run / "config.json"), may_be_idle=True, begun=True)
 
 
 def export(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +11,7 @@ from cyclopts import Group, Parameter
 
 from headrace.cli.help import print_settings
 from headrace.cli.trust import Trust, require_trust
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, HeadraceError
 from headrace.registry import nearest
 
 if TYPE_CHECKING:
@@ -33,8 +33,11 @@ Overrides = Annotated[
 
 
 RunDir = Annotated[Path | None, Parameter(help="Folder of this run, in place of run.dir and run.name.")]
-Resume = Annotated[Path | None, Parameter(help="Go on with the run in this folder, as its config.json says.")]
-DryRun = Annotated[bool, Parameter(negative="", show_default=False, help="Print what would be run, and stop.")]
+Resume = Annotated[Path | None, Parameter(help="Resume the run in this folder, with the settings of its config.json.")]
+DryRun = Annotated[
+    bool,
+    Parameter(negative="", show_default=False, help="Check names and run folder, print all settings, and stop."),
+]
 
 
 _OPTIONS = ("--run-dir", "--resume", "--dry-run", "--trust")
@@ -49,15 +52,16 @@ def train(
     dry_run: DryRun = False,
     trust: Trust = False,
 ) -> int:
-    """Train as a run file says, or go on with a run."""
+    """Train by a run file, or resume a run."""
     if resume is not None:
         require_trust(resume, trust)
-        return _run(_read_resumed(resume, [] if file is None else [file, *overrides], run_dir), dry_run)
+        words = [] if file is None else [file, *overrides]
+        return _run(lambda: _read_resumed(resume, words, run_dir), dry_run)
     if trust:
         raise ConfigError("--trust is for the folder of a run (--resume RUN_DIR); leave it out")
     if file is None:
-        raise ConfigError("what is to be trained? Give a run file, or the folder of a run with --resume RUN_DIR")
-    return _run(read_run(file, overrides, *_OPTIONS, run_dir=run_dir), dry_run)
+        raise ConfigError("give a run file to train, or the folder of a run with --resume RUN_DIR")
+    return _run(lambda: read_run(file, overrides, *_OPTIONS, run_dir=run_dir), dry_run)
 
 
 def sft(
@@ -72,26 +76,56 @@ def sft(
     The same as `headrace train` with `algorithm.objective = "sft"`; `headrace train --help all` lists all settings.
     """
     words = (*overrides, "--algorithm.objective=sft")
-    return _run(read_run(file, words, "--run-dir", "--dry-run", run_dir=run_dir), dry_run)
+    return _run(lambda: read_run(file, words, "--run-dir", "--dry-run", run_dir=run_dir), dry_run)
 
 
-def _run(config: RunConfig, dry_run: bool) -> int:
+def _run(read: Callable[[], RunConfig], dry_run: bool) -> int:
     if dry_run:
-        from headrace.cli.show import to_toml
-        from headrace.config.names import check_names
-        from headrace.config.rules import check_declared
-
-        check_names(config)
-        check_declared(config)
-        print(f"# run directory: {config.run.dir / config.run.name}\n\n{to_toml(config)}")
-        return 0
+        return _dry_run(read)
     from headrace.trainer.trainer import UnifiedTrainer
 
-    return 130 if UnifiedTrainer(config).fit().interrupted else 0
+    return 130 if UnifiedTrainer(read()).fit().interrupted else 0
+
+
+def _dry_run(read: Callable[[], RunConfig]) -> int:
+    """Check all that can be checked without loading tasks or weights; report every problem at once."""
+    from headrace.cli.show import to_toml
+    from headrace.config.loading import UnsoundConfigError
+    from headrace.config.names import name_problems
+    from headrace.config.rules import check_declared, warn_of_long_intervals
+    from headrace.run.directory import describe_start
+
+    problems: list[str] = []
+    start: list[str] = []
+    try:
+        config = read()
+    except UnsoundConfigError as error:
+        config = error.config
+        problems.append(str(error))
+    problems += name_problems(config)
+    try:
+        start = describe_start(config, _numerics(config))
+    except HeadraceError as error:
+        problems.append(str(error))
+    if problems:
+        raise ConfigError("; ".join(problems))
+    check_declared(config)
+    warn_of_long_intervals(config)
+    print("\n".join(f"# {line}" for line in start), to_toml(config), sep="\n\n")
+    return 0
+
+
+def _numerics(config: RunConfig) -> dict[str, str]:
+    """What the bits of a deterministic run depend on, to be compared with the run that it would resume."""
+    if not config.run.deterministic:
+        return {}
+    from headrace.trainer.setup import numerics_of
+
+    return numerics_of(config)
 
 
 def read_run(file: str, overrides: tuple[str, ...], *options: str, run_dir: Path | None = None) -> RunConfig:
-    """The run file with what the command line says laid over it; `options` are the command's own, for suggestions."""
+    """The run file with its overrides; `options` are the command's own, for suggestions."""
     from headrace.config.loading import load_config
 
     _refuse_unknown([file, *overrides], options)
@@ -101,23 +135,23 @@ def read_run(file: str, overrides: tuple[str, ...], *options: str, run_dir: Path
 
 
 def _read_resumed(run: Path, words: Sequence[str], run_dir: Path | None) -> RunConfig:
-    """The configuration of a run, to go on in its own folder, with what the command line says laid over it."""
+    """The stored configuration of a run with overrides, to resume it in its own folder."""
     from headrace.config.loading import build_config, parse_overrides
     from headrace.run.directory import stored_config
 
     if run_dir is not None:
-        raise ConfigError(f"--resume goes on in {run}, so --run-dir {run_dir} does nothing; leave it out")
+        raise ConfigError(f"--resume continues in {run}, so --run-dir {run_dir} has no effect; leave it out")
     if words and not words[0].startswith("-"):
         raise ConfigError(f"--resume takes the settings from {run / 'config.json'}; leave the run file {words[0]} out")
     _refuse_unknown(words, _OPTIONS)
     for key, _ in parse_overrides(words):
         if key in ("run.dir", "run.name", "run.resume"):
-            raise ConfigError(f"--resume goes on in {run}, so --{key} does nothing; leave it out")
+            raise ConfigError(f"--resume continues in {run}, so --{key} has no effect; leave it out")
     stored = stored_config(run)
     if stored is None:
-        raise ConfigError(f"{run} holds no run to go on with (it has no config.json); give the folder of a run")
+        raise ConfigError(f"{run} holds no run to resume (it has no config.json); give the folder of a run")
     own = [*_run_dir_overrides(run), f"--run.resume={json.dumps(str(run), ensure_ascii=False)}"]
-    return build_config(stored, [*words, *own], where=str(run / "config.json"), objects=())
+    return build_config(stored, [*words, *own], where=str(run / "config.json"), objects=(), begun=True)
 
 
 def _refuse_unknown(words: Sequence[str], options: Sequence[str]) -> None:

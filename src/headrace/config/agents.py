@@ -30,6 +30,7 @@ class WorkflowSection(Section):
     effects: ClassVar = declare(
         when.USES_WORKFLOW("name", "args"),
         when.ROLLS_OUT("grouping"),
+        when.COMPARES_STEPS("grouping"),
         when.SAMPLES("judger", "judger_args"),
         when.NAMED_JUDGER("judger_args"),
     )
@@ -131,6 +132,7 @@ class RolloutSection(Section):
         when.SAMPLES("max_tokens", "stop", "max_concurrent", "timeout_s", "max_turns", "max_episode_tokens"),
         when.SAMPLES("max_tool_calls", "retries"),
         when.SEVERAL_TURNS("max_turns"),
+        when.BELOW_ONE_REPLY("max_episode_tokens"),
         when.TOOLS("max_tool_calls"),
     )
 
@@ -165,11 +167,13 @@ class EngineSection(Section):
     run.deterministic, as many as the learner has."""
 
     effects: ClassVar = declare(
-        always("name", "max_model_length", "health_every_s"),
-        when.SAMPLES("max_batch", "prefill_tokens", "kept_tokens", "weights", "threads"),
+        always("name", "max_model_length"),
+        when.SAMPLES("max_batch", "prefill_tokens", "kept_tokens", "weights", "threads", "health_every_s"),
         when.NOT_TINKER("prefill_tokens", "kept_tokens", "weights", "threads"),
         when.NOT_DETERMINISTIC("kept_tokens"),
+        when.SEVERAL_TURNS("kept_tokens"),
         when.AHEAD("cache_on_publish"),
+        when.PARTIAL("cache_on_publish"),
         when.TINKER_SEGMENTS("cache_on_publish"),
         when.SEPARATE("threads"),
     )

@@ -24,6 +24,7 @@ class RoleSection(Section):
     effects: ClassVar = declare(
         when.RL("estimator", "loss", "train"),
         when.ROLE_COMES("estimator", "loss", "train"),
+        when.ANOTHER_ROLE("train"),
         when.ROLE_TRAINED("estimator", "loss"),
     )
 
@@ -124,6 +125,7 @@ class AlgorithmSection(Section):
         when.RL("estimator", "use_precomputed_advantage", "value_head", "proximal", "pass_k", "normalize_by_std"),
         when.RL("gamma", "gae_lambda", "value_coef", "clip_low", "clip_high", "dual_clip", "dppo_delta"),
         when.NOT_DPO("entropy_coef", "aggregation", "aggregation_length"),
+        when.GIVES_ADVANTAGES("use_precomputed_advantage"),
         when.DIVIDES_BY_LENGTH("aggregation_length"),
         when.READS_OLD("proximal"),
         when.VALUES("value_head"),
@@ -214,6 +216,10 @@ class FilterSection(Section):
     effects: ClassVar = declare(
         always("min_trajectories", "most_replacements"),
         when.ROLLS_OUT("drop_uniform", "min_partial_tasks", "drop_terminations"),
+        when.ENDS_BY_TURNS("drop_terminations"),
+        when.ENDS_BY_TOOLS("drop_terminations"),
+        when.ENDS_BY_TOKENS("drop_terminations"),
+        when.ENDS_BY_TIMEOUT("drop_terminations"),
         when.SEVERAL_ROLLOUTS("drop_uniform", "min_partial_tasks"),
         when.COMPARES_REWARDS("drop_uniform", "min_partial_tasks"),
     )

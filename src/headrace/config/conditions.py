@@ -10,7 +10,7 @@ from headrace.registry import builtin, facts
 
 if TYPE_CHECKING:
     from headrace.algorithms.facts import EstimatorFacts, LossFacts
-    from headrace.config import AlgorithmSection, RunConfig
+    from headrace.config import AlgorithmSection, RunConfig, TrainerSection
 
 # ---- what the conditions ask ---------------------------------------------------------------------------------------
 
@@ -62,6 +62,31 @@ def _uses_workflow(config: RunConfig, *names: str) -> bool:
     return has_own(used, "workflow") or bool(used & set(names))
 
 
+def _trains_own(config: RunConfig) -> bool:
+    """Whether the workflow that is trained is a user's own, which may do anything."""
+    return has_own({config.workflow.name}, "workflow")
+
+
+def _has_rows(tasks: str) -> bool:
+    """Whether a source has rows that somebody wrote: a file, a dataset or a user's own function."""
+    return tasks not in _GENERATED_TASKS and not tasks.startswith("reasoning_gym:")
+
+
+def _reads_rows(config: RunConfig) -> bool:
+    data = config.data
+    training = [one.tasks for one in data.mixture.values()] or [data.tasks]
+    return any(_has_rows(tasks) for tasks in (*training, *(one.tasks for one in config.eval.sets.values())))
+
+
+def _longest_reply(config: RunConfig) -> int:
+    return max(config.rollout.max_tokens, *(one.max_tokens or 0 for one in config.eval.sets.values()), 0)
+
+
+def _saves(trainer: TrainerSection) -> bool:
+    """Whether checkpoints are written before the last step."""
+    return trainer.save_every > 0 or trainer.save_every_s > 0
+
+
 def _varies(config: RunConfig, key: str) -> bool:
     return key in config.simulate.grid
 
@@ -88,6 +113,7 @@ CORRECTIONS = get_args(Correction)
 _ONE_CALL = {"single_turn", "demonstration", "preference"}
 _SEVERAL_CALLS = tuple(builtin("workflow").keys() - _ONE_CALL)
 _ONE_ROLE = tuple(builtin("workflow").keys() - {"external_agent"})  # whose program may name roles
+_GENERATED_TASKS = {*builtin("tasks"), "holdout"}
 _GIVEN_TEXTS = "objective {c.algorithm.objective} trains on given texts, not on rollouts"
 
 
@@ -141,6 +167,11 @@ TINKER = Condition(
     lambda s: s.c.backend.name == "tinker" or has_own({s.c.backend.name}, "backend"),
     'it is for backend "tinker", and backend.name is "{c.backend.name}"',
 )
+PARTIAL = Condition(
+    lambda s: s.c.trainer.partial_rollouts or _varies(s.c, "trainer.partial_rollouts"),
+    "trainer.partial_rollouts is false, so no sequence is in flight at a weight sync",
+    "remove one of the two",
+)
 NAMED_HERE = Condition(
     lambda s: s.c.backend.name != "tinker" or not s.c.tinker.model,
     'tinker.model = "{c.tinker.model}" says which model the service trains',
@@ -175,12 +206,12 @@ CACHE_SHARED = Condition(
     "a separate engine shares no memory with the learner",
 )
 SAVES_ON_THE_WAY = Condition(
-    lambda s: s.own.save_every > 0 or s.own.save_every_s > 0,
+    lambda s: _saves(s.own),
     "trainer.save_every and trainer.save_every_s are 0, so only the last step is saved",
     "remove it, or set one of these",
 )
 COPIES = Condition(
-    lambda s: not s.own.save_async or s.own.save_every > 0 or s.own.save_every_s > 0,
+    lambda s: not s.own.save_async or _saves(s.own),
     "trainer.save_every and trainer.save_every_s are 0, and the last step is saved without a copy",
     "remove it, or set one of these",
 )
@@ -188,6 +219,15 @@ KEEPS_BEST = Condition(lambda s: s.own.keep_best > 0, "trainer.keep_best is 0", 
 HAS_SETS = Condition(
     lambda s: bool(s.c.eval.sets), "there is no evaluation set", "remove it, or add a section [eval.sets.NAME]"
 )
+EVALUATED = Condition(
+    lambda s: s.c.eval.before or s.c.eval.after or s.c.eval.every > 0,
+    "eval.before and eval.after are false and eval.every is 0, so the set is never evaluated",
+    "remove the set (--eval.sets={{}}), or set one of these",
+)
+ROWS = Condition(
+    lambda s: _has_rows(s.own.tasks), '{at}.tasks = "{own.tasks}" generates tasks, which have no other columns'
+)
+BAD_ROWS = Condition(lambda s: _reads_rows(s.c), "all tasks are generated, so there are no bad rows")
 SOURCE_NOT_MIXED = Condition(
     lambda s: not s.own.mixture, "data.mixture says where tasks come from", "set it in [data.mixture.NAME]"
 )
@@ -219,12 +259,56 @@ SEVERAL_TURNS = Condition(
     lambda s: _uses_workflow(s.c, *_SEVERAL_CALLS),
     'workflow "{c.workflow.name}" makes one model call per episode',
 )
+BELOW_ONE_REPLY = Condition(
+    lambda s: _uses_workflow(s.c, *_SEVERAL_CALLS) or s.own.max_episode_tokens <= _longest_reply(s.c),
+    'workflow "{c.workflow.name}" makes one model call per episode, of at most rollout.max_tokens = '
+    "{own.max_tokens} tokens",
+)
+COMPARES_STEPS = Condition(
+    lambda s: s.own.grouping != "by_step" or s.own.name not in _ONE_CALL,
+    'an episode of workflow "{c.workflow.name}" has one step, so its steps are compared anyway',
+)
+GIVES_ADVANTAGES = Condition(
+    lambda s: _trains_own(s.c),
+    'workflow "{c.workflow.name}" writes no advantages into its steps',
+    "remove it, or use a workflow of your own",
+)
+ENDS_BY_TURNS = Condition(
+    lambda s: "turns" not in s.own.drop_terminations or s.c.workflow.name not in _ONE_CALL,
+    'workflow "{c.workflow.name}" makes one model call per episode, so none ends with reason "turns"',
+    'remove "turns"',
+)
+ENDS_BY_TOOLS = Condition(
+    lambda s: (
+        "tools" not in s.own.drop_terminations
+        or _trains_own(s.c)
+        or (s.c.workflow.name == "tool_agent" and s.c.rollout.max_tool_calls is not None)
+    ),
+    'no episode ends with reason "tools": workflow "{c.workflow.name}" calls no tools, or rollout.max_tool_calls is '
+    "empty",
+    'remove "tools", or set rollout.max_tool_calls for a workflow with tools',
+)
+ENDS_BY_TOKENS = Condition(
+    lambda s: "tokens" not in s.own.drop_terminations or _trains_own(s.c) or s.c.rollout.max_episode_tokens is not None,
+    'rollout.max_episode_tokens is empty, so no episode ends with reason "tokens"',
+    'remove "tokens", or set rollout.max_episode_tokens',
+)
+ENDS_BY_TIMEOUT = Condition(
+    lambda s: "timeout" not in s.own.drop_terminations or _trains_own(s.c),
+    'an episode of workflow "{c.workflow.name}" that takes too long has failed, and failed ones are never trained',
+    'remove "timeout"',
+)
 TOOLS = Condition(lambda s: _uses_workflow(s.c, "tool_agent"), 'workflow "{c.workflow.name}" calls no tools')
 GATEWAY = Condition(lambda s: _uses_workflow(s.c, "external_agent"), 'workflow "{c.workflow.name}" opens no gateway')
 ROLE_COMES = Condition(
     lambda s: s.c.workflow.name not in _ONE_ROLE or s.at.rpartition(".")[2] == "agent",
     'the trajectories of workflow "{c.workflow.name}" have the role "agent"',
     "remove it, or call the section [algorithm.roles.agent]",
+)
+ANOTHER_ROLE = Condition(
+    lambda s: s.own.train or s.c.workflow.name not in _ONE_ROLE,
+    'all trajectories of workflow "{c.workflow.name}" have the role "agent"',
+    problem="leaves nothing to train",
 )
 ROLE_TRAINED = Condition(lambda s: s.own.train, "{at}.train is false", "remove one of the two")
 NOT_DETERMINISTIC = Condition(
@@ -280,6 +364,11 @@ KL_OFF_REWARD = Condition(
     'set algorithm.kl.where = "loss"',
 )
 LEDGER = Condition(lambda s: s.own.enabled, "ledger.enabled is false", "remove one of the two")
+PRUNES = Condition(
+    lambda s: _saves(s.c.trainer) or s.c.trainer.save_last,
+    "old episodes are removed when a checkpoint is saved, and trainer.save_every, save_every_s and save_last are off",
+    "remove it, or set one of these",
+)
 GIVEN_DURATIONS = Condition(
     lambda s: s.own.from_run is None, "simulate.from_run has measured it", "remove one of the two"
 )

@@ -31,7 +31,9 @@ class SourceSection(Section):
     system: str | None = None
     """System prompt put before tasks that have none; empty takes data.system."""
 
-    effects: ClassVar[Effects] = always("tasks", "args", "columns", "template", "keep_columns", "system")
+    effects: ClassVar[Effects] = declare(
+        always("tasks", "args", "columns", "template", "system"), when.ROWS("keep_columns")
+    )
 
     @field_validator("columns")
     @classmethod
@@ -101,8 +103,10 @@ class DataSection(SourceSection):
     next epoch."""
 
     effects: ClassVar = declare(
-        always("system", "holdout", "on_bad_row", "shuffle"),
+        always("system", "holdout", "shuffle"),
         when.SOURCE_NOT_MIXED("tasks", "args", "columns", "template", "keep_columns"),
+        when.ROWS("keep_columns"),
+        when.BAD_ROWS("on_bad_row"),
         when.HAS_SETS("on_overlap"),
         when.NO_CURRICULUM("drop_last"),
     )
@@ -140,8 +144,10 @@ class EvalSet(SourceSection):
     """Keyword arguments of its own judger."""
 
     effects: ClassVar = declare(
-        always("tasks", "args", "temperature", "max_tokens", "limit", "workflow", "judger"),
+        always("args", "temperature", "max_tokens", "limit", "workflow", "judger"),
+        when.EVALUATED("tasks"),
         when.OWN_TASKS("columns", "template", "keep_columns", "system"),
+        when.ROWS("keep_columns"),
         when.ATTEMPTS_DIFFER("attempts"),
         when.WARM("top_p"),
         when.OWN_WORKFLOW("workflow_args"),
@@ -163,4 +169,4 @@ class EvalSection(Section):
     metrics: tuple[str, ...] = ()
     """"module:function" of your own: gets the episodes of a set, a list per task, and returns {name: number}."""
 
-    effects: ClassVar = declare(always("before", "after"), when.HAS_SETS("every", "metrics"))
+    effects: ClassVar = when.HAS_SETS("every", "before", "after", "metrics")

@@ -1,6 +1,6 @@
-"""When a setting has effect. Every section declares it for each of its fields; what is set in vain is refused.
+"""When a setting has effect. Every section declares this for each of its fields; a setting without effect is refused.
 
-A setting that has its default value is never refused: nothing that the user asked for is lost.
+A setting that has its default value is never refused: the user loses nothing.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from headrace.config import RunConfig, Section
 
-_NAMES = {"workflow": "name", "judger": "judger"}
-"""What Python code may give as an object, and the key of [workflow] that names it otherwise."""
+_NAMES = {"workflow": ("workflow", "name"), "judger": ("workflow", "judger"), "tasks": ("data", "tasks")}
+"""What Python code may give as an object, and the setting that names it otherwise. "eval_tasks" is another one."""
 _OBJECT = "given:object"
 
 
 class Spot(NamedTuple):
-    """Where a setting stands: the whole configuration, its own section, and that section's key."""
+    """Where a setting is: the complete configuration, its own section, and that section's key."""
 
     c: Any  # a RunConfig, whose sections are declared by means of this
     own: Any
@@ -33,8 +33,9 @@ class Condition:
 
     holds: Callable[[Spot], bool]
     why: str
-    """Where it does not hold, the reason that the setting has no effect."""
+    """The reason that the setting has no effect, if it does not hold."""
     remedy: str = "remove it"
+    problem: str = "has no effect"
 
     def __call__(self, *names: str) -> Effects:
         """These fields have effect where this holds."""
@@ -70,16 +71,12 @@ class Idle(NamedTuple):
 def idle_settings(config: RunConfig, objects: Collection[str] | None = None) -> Iterator[Idle]:
     """What differs from its default and has no effect.
 
-    `objects` ("workflow", "judger") are those that are given in place of names. While that is not known (None), one may
-    still be given for what is not named.
+    `objects` ("workflow", "judger", "tasks", "eval_tasks") are given in place of names. While that is not known (None),
+    an object may still be given for each name that has its default.
     """
-    workflow, usual = config.workflow, type(config.workflow)()
-    if objects is None:
-        objects = [what for what, key in _NAMES.items() if getattr(workflow, key) == getattr(usual, key)]
-    given = dict.fromkeys((_NAMES[what] for what in objects), _OBJECT)
-    as_run = config.model_copy(update={"workflow": workflow.model_copy(update=given)})
-    for at, section in _sections(config, ""):
-        spot = Spot(as_run, section, at)
+    as_run = _with_objects(config, _possible_objects(config) if objects is None else objects)
+    for (at, section), (_, own) in zip(_sections(config, ""), _sections(as_run, ""), strict=True):
+        spot = Spot(as_run, own, at)
         for name, conditions in section.effects.items():
             value = getattr(section, name)
             if value == defaults(type(section))[name]:
@@ -88,7 +85,31 @@ def idle_settings(config: RunConfig, objects: Collection[str] | None = None) -> 
             if failed is not None:
                 why, remedy = (text.format(c=config, own=section, at=at) for text in (failed.why, failed.remedy))
                 shown = json.dumps(value, ensure_ascii=False, default=str)
-                yield Idle(f"{at}.{name}", f"{at}.{name} = {shown} has no effect: {why}; {remedy}", failed)
+                yield Idle(f"{at}.{name}", f"{at}.{name} = {shown} {failed.problem}: {why}; {remedy}", failed)
+
+
+def _possible_objects(config: RunConfig) -> list[str]:
+    usual = type(config)()
+    named = [
+        what
+        for what, (section, key) in _NAMES.items()
+        if getattr(getattr(config, section), key) == getattr(getattr(usual, section), key)
+    ]
+    return [*named, "eval_tasks"]
+
+
+def _with_objects(config: RunConfig, objects: Collection[str]) -> RunConfig:
+    """The configuration as if each object had a name of the user's own."""
+    for what in objects:
+        if what == "eval_tasks":
+            given = {name: one for name, one in config.eval.sets.items() if one.tasks != "holdout"}
+            sets = config.eval.sets | {name: one.model_copy(update={"tasks": _OBJECT}) for name, one in given.items()}
+            changed = {"eval": config.eval.model_copy(update={"sets": sets})}
+        else:
+            section, key = _NAMES[what]
+            changed = {section: getattr(config, section).model_copy(update={key: _OBJECT})}
+        config = config.model_copy(update=changed)
+    return config
 
 
 @cache
@@ -98,7 +119,7 @@ def defaults(section: type[Section]) -> dict[str, Any]:
 
 
 def _sections(section: Section, at: str) -> Iterator[tuple[str, Section]]:
-    """Every section within, also those of tables of named ones."""
+    """Every section inside, with those of tables of named sections."""
     if at:
         yield at, section
     for name, value in section:

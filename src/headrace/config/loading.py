@@ -1,4 +1,4 @@
-"""Run files: TOML plus `--section.key value` overrides become one `RunConfig`, or one clear sentence."""
+"""Run files: TOML and `--section.key value` overrides become one `RunConfig`, or one clear sentence."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from headrace.config import RunConfig
-from headrace.config.effect import idle_settings
-from headrace.config.rules import impossible
+from headrace.config.rules import impossible, problems_of
 from headrace.errors import ConfigError
 from headrace.registry import nearest
 
@@ -25,6 +24,14 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), objects: Collec
     return build_config(_read_toml(path), overrides, where=str(path), objects=objects)
 
 
+class UnsoundConfigError(ConfigError):
+    """Every setting is valid on its own, but some contradict each other or have no effect."""
+
+    def __init__(self, message: str, config: RunConfig) -> None:
+        super().__init__(message)
+        self.config = config
+
+
 def build_config(
     values: dict[str, Any],
     overrides: Sequence[str] = (),
@@ -33,24 +40,28 @@ def build_config(
     *,
     objects: Collection[str] | None = None,
     may_be_idle: bool = False,
+    begun: bool = False,
 ) -> RunConfig:
-    """Validate nested values with overrides laid over them; a problem names where its value comes from.
+    """Validate nested values and overrides; a problem names where its value comes from.
 
-    `objects` are those that will be given in place of names; `may_be_idle` accepts settings without effect.
+    `objects` will be given in place of names. `may_be_idle` accepts settings without effect. `begun` says that a run
+    was started with `values`: their problems are accepted, or a newer version of Headrace could not use it.
     """
-    values = copy.deepcopy(values)  # overrides are laid over the caller's values, not written into them
+    changed = copy.deepcopy(values)  # the caller's values stay as they are
     laid_over = dict(parse_overrides(overrides))
     for key, text in laid_over.items():
-        _lay_over(values, key, _parse_value(text, _annotation_at(key.split("."))))
+        _lay_over(changed, key, _parse_value(text, _annotation_at(key.split("."))))
     try:
-        config = RunConfig.model_validate(values)
+        config = RunConfig.model_validate(changed)
+        accepted = problems_of(RunConfig.model_validate(values), objects) if begun else []
     except ValidationError as error:
         raise ConfigError(_explain(error, where, laid_over, laid_by)) from None
-    problems = impossible(config)
-    if not may_be_idle:
-        problems += [idle.text for idle in idle_settings(config, objects)]
+    found = impossible(config) if may_be_idle else problems_of(config, objects)
+    problems = [problem for problem in found if problem not in accepted]
     if problems:
-        raise ConfigError(_by_source([(_mentions(text, laid_over), text) for text in problems], where, laid_by))
+        keys = [_setting_of(key) for key in laid_over]
+        sentences = [(_mentions(text, keys), text) for text in problems]
+        raise UnsoundConfigError(_by_source(sentences, where, laid_by), config)
     return config
 
 
@@ -95,7 +106,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 
 def _parse_value(text: str, annotation: Any) -> Any:
-    """The TOML value that the text is or, where the setting is a text, the text as it stands: 7 is a name too."""
+    """The text as a TOML value. Where the setting is a string, the text itself: 7 is a name, too."""
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except (tomllib.TOMLDecodeError, RecursionError):
@@ -130,28 +141,40 @@ def _as_written(part: str, values: dict[str, Any]) -> str:
 
 
 def _explain(error: ValidationError, file: str, laid_over: Iterable[str], laid_by: str) -> str:
-    """All problems, each under where it comes from: the file, or what was laid over it."""
+    """All problems, each with where it comes from: the file, or an override."""
     options = [f"{key.replace('-', '_')}." for key in laid_over]
-    told: list[tuple[bool, str]] = []
+    found: list[tuple[bool, str]] = []
     for problem in error.errors():
         where = ".".join(str(part) for part in problem["loc"])
-        path, unknown = f"{where.replace('-', '_')}.", problem["type"] == "extra_forbidden"
-        laid = any(path.startswith(option) or (unknown and option.startswith(path)) for option in options)
-        told.append((laid, _sentence(problem, where)))
-    return _by_source(told, file, laid_by)
+        path = f"{where.replace('-', '_')}."
+        # a problem of a table or section may come from a key in it
+        laid = any(path.startswith(option) or option.startswith(path) for option in options)
+        found.append((laid, _sentence(problem, where)))
+    return _by_source(found, file, laid_by)
 
 
 def _by_source(problems: Iterable[tuple[bool, str]], file: str, laid_by: str) -> str:
-    """Sentences, each with whether what was laid over is to blame, under their source."""
+    """Sentences, each with whether an override is to blame, by their source."""
     found: dict[str, list[str]] = {}
     for laid, sentence in problems:
         found.setdefault(laid_by if laid else file, []).append(sentence)
     return "; ".join(f"{source}: {'; '.join(sentences)}" for source, sentences in found.items())
 
 
+def _setting_of(key: str) -> str:
+    """The setting that an override changes; of a key in a free table (data.args.count), the table."""
+    parts = key.replace("-", "_").split(".")
+    for length in range(1, len(parts)):
+        annotation = _annotation_at(parts[:length])
+        is_named = get_origin(annotation) is dict and _is_section(get_args(annotation)[1])
+        if not (_is_section(annotation) or is_named):
+            return ".".join(parts[:length])
+    return ".".join(parts)
+
+
 def _mentions(text: str, keys: Iterable[str]) -> bool:
     """Whether a sentence is about one of these settings."""
-    return any(re.search(rf"(?<![\w.]){re.escape(key.replace('-', '_'))}(?![\w.]*\w)", text) for key in keys)
+    return any(re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.]*\w)", text) for key in keys)
 
 
 def _sentence(problem: Any, where: str) -> str:

@@ -15,7 +15,7 @@ from headrace.config.effect import always, declare
 class TrainerSection(Section):
     """The loop."""
 
-    steps: int = Field(default=100, ge=0, le=MOST_STEPS)
+    steps: int = Field(default=100, ge=1, le=MOST_STEPS)
     """Optimizer steps."""
     batch_size: int = Field(default=16, ge=1, le=65_536)
     """Tasks (groups) per batch."""

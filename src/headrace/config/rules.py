@@ -1,6 +1,6 @@
-"""Combinations of settings that cannot be: each is an error before anything starts, with the remedy.
+"""Combinations of settings that contradict each other: each is an error before anything starts, with the remedy.
 
-What is set and has no effect is refused beside them; that is declared with the settings themselves.
+Settings without effect are refused, too; the sections themselves declare those.
 """
 
 from __future__ import annotations
@@ -26,24 +26,46 @@ from headrace.registry import facts, is_loaded
 _SECRET = {"api_key", "apikey", "password", "secret", "authorization", "x-api-key", "access_token", "auth_token"}
 
 
-def check_combinations(config: RunConfig) -> None:
-    """Raise ConfigError with every problem found."""
-    _refuse(impossible(config))
+def check_settings(
+    config: RunConfig, objects: Collection[str] | None = None, begun_with: RunConfig | None = None
+) -> None:
+    """Raise ConfigError with every contradiction and every setting without effect.
+
+    `objects` are given in place of names. `begun_with` is the stored configuration of a run that is resumed: what it
+    was started with is accepted, or a newer version of Headrace could not resume it.
+    """
+    accepted = problems_of(begun_with, objects) if begun_with is not None else ()
+    _refuse([problem for problem in problems_of(config, objects) if problem not in accepted])
 
 
-def check_settings(config: RunConfig, objects: Collection[str] | None = None) -> None:
-    """The same, and for every setting that has no effect. `objects` are those that are given in place of names."""
-    _refuse([*impossible(config), *(idle.text for idle in idle_settings(config, objects))])
+def problems_of(config: RunConfig, objects: Collection[str] | None = None) -> list[str]:
+    """Contradictions and settings without effect, a sentence each."""
+    return [*impossible(config), *(idle.text for idle in idle_settings(config, objects))]
 
 
 def impossible(config: RunConfig) -> list[str]:
-    """What the settings contradict each other in, a sentence each."""
+    """Contradictions between settings, a sentence each."""
     return [problem for rule in _RULES for problem in rule(config)]
 
 
 def _refuse(problems: list[str]) -> None:
     if problems:
         raise ConfigError("; ".join(problems))
+
+
+def warn_of_long_intervals(config: RunConfig) -> None:
+    """Warn of what the run is too short for. It is no error: `--trainer.steps 2` tries a run file out."""
+    trainer = config.trainer
+    if trainer.save_every > trainer.steps:
+        warnings.warn(
+            f"trainer.save_every = {trainer.save_every} saves no checkpoint: the run has {trainer.steps} steps",
+            stacklevel=3,
+        )
+    if config.eval.every >= max(trainer.steps, 2):  # after the last step eval.after decides
+        warnings.warn(
+            f"eval.every = {config.eval.every} evaluates nothing before the end: the run has {trainer.steps} steps",
+            stacklevel=3,
+        )
 
 
 def _groups(config: RunConfig) -> Iterator[str]:
@@ -106,6 +128,28 @@ def _ratios(config: RunConfig) -> Iterator[str]:
         )
     if "high" in facts("correction", correction.name).settings and correction.low >= correction.high:
         yield f"correction.low {correction.low:g} must be below correction.high {correction.high:g}"
+
+
+def _clipping(config: RunConfig) -> Iterator[str]:
+    if config.algorithm.clip_low > 1:
+        yield (
+            f"algorithm.clip_low must be at most 1, got {config.algorithm.clip_low:g}: the ratio is clipped below "
+            f"1 - clip_low, and a ratio is never below 0; 1 turns this side of the clip off"
+        )
+
+
+def _warm_up(config: RunConfig) -> Iterator[str]:
+    steps = config.optimizer.warmup_steps
+    if steps > config.trainer.steps:
+        yield (
+            f"optimizer.warmup_steps is {steps}, and the run has {config.trainer.steps} steps: the learning rate would "
+            f"never reach optimizer.lr; lower it, or set optimizer.warmup_ratio instead"
+        )
+
+
+def _judging(config: RunConfig) -> Iterator[str]:
+    if config.workflow.judger and config.judge.routes:
+        yield f'both workflow.judger ("{config.workflow.judger}") and judge.routes are set; keep one of them'
 
 
 def _sampled_otherwise(config: RunConfig) -> Iterator[str]:
@@ -270,6 +314,9 @@ _RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _preferences,
     _supervision,
     _ratios,
+    _clipping,
+    _warm_up,
+    _judging,
     _sampled_otherwise,
     _values,
     _schedule,
@@ -285,19 +332,12 @@ _BY_FACTS = (_groups, _sampled_otherwise, _schedule, _streaming)
 
 
 def check_declared(config: RunConfig) -> None:
-    """Raise ConfigError for what cannot be, now that the estimators and losses of the user's own are loaded."""
+    """Raise ConfigError for contradictions that show when the user's own estimators and losses are loaded."""
     _refuse([problem for rule in _BY_FACTS for problem in rule(config)])
 
 
-def resolve_objective(config: RunConfig, objects: Collection[str] | None = None) -> RunConfig:
-    """Check the configuration, and fill in what the objective settles.
-
-    With `objects`, those that are given in place of names, settings without effect are refused, too.
-    """
-    if objects is None:
-        check_combinations(config)
-    else:
-        check_settings(config, objects)
+def resolve_objective(config: RunConfig) -> RunConfig:
+    """The configuration with the settings that its objective implies."""
     algorithm, rollout = config.algorithm, config.rollout
     objective = facts("objective", algorithm.objective)
     settled = {"estimator": objective.estimator, "loss": objective.loss}

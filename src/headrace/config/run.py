@@ -161,4 +161,4 @@ class LedgerSection(Section):
     """Keep what was said in episodes that were trained, or thrown away, up to so many steps ago; of older ones only the
     figures. 0 keeps everything."""
 
-    effects: ClassVar = declare(always("enabled"), when.LEDGER("keep_steps"))
+    effects: ClassVar = declare(always("enabled"), when.LEDGER("keep_steps"), when.PRUNES("keep_steps"))

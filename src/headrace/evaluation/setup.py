@@ -9,6 +9,7 @@ from typing import Any
 
 from headrace.backends.base import Backend
 from headrace.config import RunConfig
+from headrace.config.names import EVALUATION, check_names
 from headrace.data.task import Message
 from headrace.engines.base import RolloutEngine, SamplingParams
 from headrace.evaluation.evaluator import Evaluator
@@ -45,6 +46,7 @@ def in_this_process(config: RunConfig) -> RunConfig:
 def assemble_evaluation(config: RunConfig) -> EvaluationParts:
     """Build what evaluating takes, and nothing that only training needs: the engine stays in this process."""
     config = in_this_process(config)
+    check_names(config, keys=EVALUATION)
     run, judge = run_function(config.workflow), configured_judger(config.workflow, config.judge)
     new_backend = checked_backend(config)
     return evaluation_parts(config, run, judge, evaluation_sets(config), new_backend)
@@ -92,6 +94,7 @@ def evaluation_parts(
 
 def assemble_remote_evaluation(config: RunConfig, client: Client) -> Evaluator:
     """What evaluating a model behind a URL takes: no backend, no engine, no tokenizer."""
+    check_names(config, keys=EVALUATION)
     run, judge = run_function(config.workflow), configured_judger(config.workflow, config.judge)
     plan = EvaluationPlan.from_config(config, run, judge, evaluation_sets(config))
 

@@ -11,15 +11,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from headrace.config import RunConfig
 from headrace.config.compatibility import check_branching, check_numerics, check_resume
 from headrace.errors import ConfigError, LedgerError
 from headrace.ledger import LedgerReader
 from headrace.ledger.files import ledger_file
 from headrace.registry import nearest
-from headrace.run.checkpoint import is_checkpoint, list_checkpoints
+from headrace.run.checkpoint import is_checkpoint, list_checkpoints, step_of
 from headrace.run.checkpoint_writer import tidy
-from headrace.run.lock import RunFolderInUseError, RunLock
+from headrace.run.lock import RunFolderInUseError, RunLock, in_use, is_locked
 from headrace.tracking.jsonl import FILE_NAME, read_rows
 from headrace.tracking.notices import RunLog
 from headrace.utils.durable import write_durably
@@ -241,24 +243,14 @@ def _enter(
     config: RunConfig, folder: Path, source: Path | None, numerics: dict[str, str] | None, objects: dict[str, str]
 ) -> Claim:
     """Check before anything is written: a refused start leaves the folder as it was."""
-    own, resumes = _is_own(folder, source), holds_work(folder)
-    stored = stored_config(folder) if resumes or own else None
-    notes = _which(config, folder)
-    if own and stored is None:
-        raise ConfigError(f"{folder} holds no run to go on with (it has no {_CONFIG}); give the folder of a run")
-    if resumes:
-        unknown = f"{folder} has no {_CONFIG}: whether it was begun with other settings is not known"
-        notes += [unknown] if stored is None else check_resume(stored, config, folder)
-        check_numerics(stored_numerics(folder), numerics or {}, folder)
-        _check_objects(_stored_texts(folder, _OBJECTS), objects, folder)
-    elif source is not None and not own:
-        notes += _check_source(config, source)
+    found = _inspect(config, folder, source, numerics, objects)
+    own, stored = found.own, found.stored
     names = (_FINISHED, _CONFIG, _NUMERICS, _OBJECTS)
     before = {folder / name: (folder / name).read_text() if (folder / name).exists() else None for name in names}
-    if own and (folder / _FINISHED).exists():
-        _reopen(folder, stored or {}, config)
+    if own:
+        (folder / _FINISHED).unlink(missing_ok=True)
     tidy(folder)
-    if own and stored is not None:  # where the run began is not forgotten for how it was last gone on with
+    if own and stored is not None:  # config.json keeps where the run began, not how it was last resumed
         config = _with_resume(config, stored.get("run", {}).get("resume", "auto"))
         source = None if config.run.resume in _WORDS else Path(config.run.resume).expanduser()
     write_durably(folder / _CONFIG, config.model_dump_json(indent=2) + "\n")
@@ -266,7 +258,71 @@ def _enter(
         write_durably(folder / _NUMERICS, json.dumps(numerics, indent=2) + "\n")
     if objects:
         write_durably(folder / _OBJECTS, json.dumps(objects, indent=2) + "\n")
-    return Claim(folder, resumes, source, tuple(notes), before)
+    return Claim(folder, found.resumes, source, found.notes, before)
+
+
+@dataclass(frozen=True, slots=True)
+class _Contents:
+    """What a folder holds, as far as a start in it is concerned."""
+
+    own: bool
+    """Whether `run.resume` names this very folder."""
+    resumes: bool
+    stored: dict[str, Any] | None
+    notes: tuple[str, ...]
+
+
+def _inspect(
+    config: RunConfig, folder: Path, source: Path | None, numerics: dict[str, str] | None, objects: dict[str, str]
+) -> _Contents:
+    """What is in a folder; ConfigError if this run cannot start there."""
+    own, resumes = _is_own(folder, source), holds_work(folder)
+    stored = stored_config(folder) if resumes or own else None
+    notes = _which(config, folder)
+    if own and stored is None:
+        raise ConfigError(f"{folder} holds no run to resume (it has no {_CONFIG}); give the folder of a run")
+    if resumes:
+        unknown = f"{folder} has no {_CONFIG}: whether it was begun with other settings is not known"
+        notes += [unknown] if stored is None else check_resume(stored, config, folder)
+        check_numerics(stored_numerics(folder), numerics or {}, folder)
+        _check_objects(_stored_texts(folder, _OBJECTS), objects, folder)
+    elif source is not None and not own:
+        notes += _check_source(config, source)
+    if own and (folder / _FINISHED).exists():
+        _check_reopening(folder, stored or {}, config)
+    return _Contents(own, resumes, stored, tuple(notes))
+
+
+def describe_start(config: RunConfig, numerics: dict[str, str] | None = None) -> list[str]:
+    """What a start would do, without doing it: which folder, and whether it resumes a run. ConfigError if it cannot."""
+    source = _source(config)
+    folder, number = config.run.dir / config.run.name, 1
+    while not _is_free(config, folder, source) or (config.run.resume == "never" and is_locked(folder)):
+        number += 1
+        folder = folder.with_name(f"{config.run.name}-{number}")
+    if owner := is_locked(folder):
+        raise ConfigError(in_use(folder, owner))
+    found = _inspect(config, folder, source, numerics, {})
+    checkpoints = list_checkpoints(folder)
+    if found.resumes and checkpoints:
+        what = f"resumes the run in it from step {step_of(checkpoints[-1])} of {config.trainer.steps}, or later if its "
+        what += "ledger has more"
+    elif found.resumes:
+        what = "resumes the run in it, which has no checkpoint yet"
+    else:
+        what = "starts a new run" + (f" from {source}" if source is not None and not found.own else "")
+    return [f"run directory: {folder}", what, *found.notes]
+
+
+def resumed_config(config: RunConfig) -> RunConfig | None:
+    """The stored configuration of the run that `run.resume` resumes in its own folder; None for any other start."""
+    folder = config.run.dir / config.run.name
+    if config.run.resume in _WORDS or not _is_own(folder, Path(config.run.resume).expanduser()):
+        return None
+    try:
+        return RunConfig.model_validate(stored_config(folder))
+    except ValidationError:
+        return None
 
 
 def _check_objects(stored: dict[str, str], now: dict[str, str], folder: Path) -> None:
@@ -302,14 +358,13 @@ def _check_source(config: RunConfig, source: Path) -> list[str]:
     return [] if stored is None else check_branching(stored, config, source)
 
 
-def _reopen(folder: Path, stored: dict[str, Any], config: RunConfig) -> None:
-    """Go on with a finished run, if there is something left to do and something to go on from."""
+def _check_reopening(folder: Path, stored: dict[str, Any], config: RunConfig) -> None:
+    """A finished run is resumed only if there are steps left, and a checkpoint to resume from."""
     done = stored.get("trainer", {}).get("steps", 0)
     if config.trainer.steps <= done:
-        raise ConfigError(f"{folder} is finished after {done} steps; give a larger --trainer.steps to go on with it")
+        raise ConfigError(f"{folder} is finished after {done} steps; give a larger --trainer.steps to resume it")
     if not list_checkpoints(folder):
-        raise ConfigError(f"{folder} is finished and has no checkpoint to go on from; start a new run")
-    (folder / _FINISHED).unlink()
+        raise ConfigError(f"{folder} is finished and has no checkpoint to resume from; start a new run")
 
 
 @contextmanager

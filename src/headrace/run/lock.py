@@ -33,10 +33,7 @@ class RunLock:
             with self._file:
                 self._file.seek(0)
                 owner = _described(self._file.read())
-            raise RunFolderInUseError(
-                f"the run folder {folder} is in use by {owner}; wait for it to end, stop it, or choose another folder "
-                f"with --run-dir"
-            ) from None
+            raise RunFolderInUseError(in_use(folder, owner)) from None
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 self._file.close()
@@ -51,6 +48,27 @@ class RunLock:
         """Let others have the folder."""
         _held.discard(self)
         self._file.close()
+
+
+def is_locked(folder: Path) -> str | None:
+    """Who holds a folder; None if nobody does. Takes no lock that lasts."""
+    try:
+        with (folder / "lock").open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return _described(file.read())
+    except OSError:  # no such folder, or no locks
+        return None
+    return None
+
+
+def in_use(folder: Path, owner: str) -> str:
+    """The sentence for a folder that is locked."""
+    return (
+        f"the run folder {folder} is in use by {owner}; wait for it to end, stop it, or choose another folder "
+        f"with --run-dir"
+    )
 
 
 def _described(content: str) -> str:

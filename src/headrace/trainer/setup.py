@@ -16,6 +16,7 @@ from headrace.algorithms.objectives import Objective, demonstration_sampler
 from headrace.backends.base import Backend, SaysNumerics
 from headrace.config import RunConfig
 from headrace.config.conditions import chosen, samples_as_learned
+from headrace.config.names import check_names
 from headrace.config.rules import check_declared
 from headrace.data.sampler import TaskSampler
 from headrace.data.training import check_overlap, load_training, make_sampler, warn_of_bad_rows
@@ -64,6 +65,11 @@ class Given:
     eval_tasks: dict[str, Tasks] | None = None
     callbacks: tuple[Callback, ...] = ()
 
+    def objects(self) -> list[str]:
+        """Which of them are given."""
+        found = {"workflow": self.workflow, "judger": self.judger, "tasks": self.tasks, "eval_tasks": self.eval_tasks}
+        return [what for what, one in found.items() if one is not None]
+
     def names(self) -> dict[str, str]:
         """What of it decides what is trained, by name: a run can be resumed only with the same."""
         found = {"workflow": self.workflow, "tasks": self.tasks, "judger": self.judger}
@@ -109,6 +115,7 @@ def assemble(
     Names first, then tasks, then the model: what is cheap to find wrong is found before what is slow to load.
     """
     given = given or Given()
+    check_names(config, given.objects())
     run = run_function(config.workflow, given.workflow)
     judge = configured_judger(config.workflow, config.judge, given.judger)
     for name in chosen(config.algorithm, "estimator"):

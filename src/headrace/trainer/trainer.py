@@ -11,11 +11,11 @@ from typing import Any
 
 from headrace.config import RunConfig
 from headrace.config.loading import build_config
-from headrace.config.rules import resolve_objective
+from headrace.config.rules import check_settings, resolve_objective, warn_of_long_intervals
 from headrace.errors import first_of
 from headrace.evaluation.plan import Tasks
 from headrace.registry import resolve
-from headrace.run.directory import claim_run_dir, log_to_file, mark_finished
+from headrace.run.directory import claim_run_dir, log_to_file, mark_finished, resumed_config
 from headrace.tracking.terminal import working
 from headrace.trainer.callbacks import Callback
 from headrace.trainer.loops import TrainingLoops
@@ -56,8 +56,10 @@ class UnifiedTrainer:
         callbacks: Sequence[Callback] = (),
     ) -> None:
         self._as_given = config if isinstance(config, RunConfig) else build_config(config)
-        objects = {"workflow": workflow, "judger": judger}
-        self.config = resolve_objective(self._as_given, [name for name, one in objects.items() if one is not None])
+        objects = Given(workflow, tasks, judger, eval_tasks).objects()
+        check_settings(self._as_given, objects, begun_with=resumed_config(self._as_given))
+        warn_of_long_intervals(self._as_given)
+        self.config = resolve_objective(self._as_given)
         section = self.config.trainer
         resolve("staleness", section.staleness)  # a wrong name is reported before a run folder is made
         named = [resolve("callback", name)() for name in section.callbacks]
