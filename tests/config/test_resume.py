@@ -60,6 +60,21 @@ class StopAtTwo(Callback):
             self._trainer.stop()
 
 
+class StopAtOne(StopAtTwo):
+    """As Ctrl-C while recorded steps are repeated would."""
+
+    def on_batch_end(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._trainer.stop()
+
+
+class BreaksAtThree(Callback):
+    """As a kill in the third step would."""
+
+    def on_batch_end(self, step: int, metrics: Mapping[str, float]) -> None:
+        if step == 3:
+            raise ZeroDivisionError
+
+
 class Breaks(Callback):
     """As a kill after the third step would."""
 
@@ -96,6 +111,16 @@ def test_a_stopped_run_resumes_by_its_folder_alone(train: Callable[..., int]) ->
     assert train("--resume", "r", *GO_ON) == 0
     assert made("r") == [1, 2, 3, 4] and saved("r") == [2, 4]
     assert not Path("r-2").exists()
+
+
+def test_a_stop_while_recorded_steps_are_repeated_is_honoured_after_the_step(train: Callable[..., int]) -> None:
+    with pytest.raises(ZeroDivisionError):
+        train("run.toml", "--run-dir", "r", "--trainer.callbacks", "test_resume:BreaksAtThree")
+    assert saved("r") == []
+    assert train("--resume", "r", "--trainer.callbacks", "test_resume:StopAtOne") == 130
+    assert saved("r") == [1]
+    assert train("--resume", "r", *GO_ON) == 0
+    assert made("r") == [1, 2, 3, 4]
 
 
 def test_the_same_command_resumes_too(train: Callable[..., int]) -> None:

@@ -142,6 +142,8 @@ def test_bad_data_are_refused_with_a_sentence_and_the_model_continues(
         ({"num_samples": 0}, "num_samples must be"),
         ({"num_samples": 10**9}, "num_samples must be"),
         ({"params": {"temperature": -1}}, "temperature must be"),
+        ({"params": {"temperature": 1e308}}, "temperature must be"),
+        ({"params": {"max_tokens": 10**12}}, "max_tokens must be"),
         ({"params": {"top_p": 0}}, "top_p must be"),
         ({"params": {"top_k": -7}}, "top_k must be"),
         ({"params": {"max_tokens": 0}}, "max_tokens must be"),

@@ -32,9 +32,10 @@ from headrace.rollout.workflow import as_run_function
 from headrace.trainer.callbacks import Callback
 from headrace.utils import loopwatch, threads, usercode
 from headrace.utils.deadline import Call, call_user
+from headrace.utils.event_loop import run_loop
 from headrace.utils.loopwatch import watched_loop
 from headrace.utils.usercode import contained
-from null_backend import Null, scattered
+from null_backend import Null, null_run, scattered
 from virtual_time import run_virtual
 
 
@@ -360,6 +361,32 @@ def test_a_callback_that_exits_or_hangs_ends_the_run_with_an_error(
         failing_run(tmp_path, schedule, callbacks=[broken], eval=EVAL, trainer=trainer)
 
 
+def test_a_callback_that_raises_stop_iteration_is_named(tmp_path: Path) -> None:
+    broken: Callback = type("Broken", (Callback,), {"on_batch_end": lambda *_: next(iter(()))})()
+    with pytest.raises(WorkflowError, match="on_batch_end of the callback Broken raised StopIteration"):
+        null_run(tmp_path, callbacks=[broken])
+
+
+async def cancels_everything() -> None:
+    for task in asyncio.all_tasks():
+        task.cancel()
+
+
+async def stops_the_loop() -> None:
+    asyncio.get_running_loop().stop()
+
+
+@pytest.mark.parametrize("escape", [cancels_everything, stops_the_loop])
+def test_user_code_can_neither_cancel_the_run_nor_stop_its_event_loop(escape: Callable[[], Any]) -> None:
+    async def work() -> str:
+        beside = asyncio.create_task(asyncio.sleep(0.01, "beside"))
+        with pytest.raises(EscapeError, match=r"user code must not (cancel a task of the run|stop the event loop)"):
+            await call_user("the hook", escape, limit_s=5.0)
+        return await beside
+
+    assert run_loop(work) == "beside"
+
+
 @every_schedule
 def test_a_grouping_hook_that_exits_ends_the_run_with_an_error(tmp_path: Path, schedule: str) -> None:
     registry.register("grouping", "leaves", leave)
@@ -405,12 +432,16 @@ def leaves():
     sys.exit(0)
 def at_once():
     raise KeyError("answer")
+def closes():
+    yield {"instruction": "1+1="}
+    raise GeneratorExit
 """
 
 
 @pytest.mark.parametrize(("name", "said"), [
     ("breaks", r"failed after 1 rows: KeyError: 'answer' at .*source.py:5: raise KeyError"),
     ("leaves", r"failed after 1 rows: SystemExit: 0 at .*source.py:8: sys.exit"),
+    ("closes", r"failed after 1 rows: GeneratorExit:  at .*source.py:13: raise GeneratorExit"),
     ("at_once", r"failed: KeyError: 'answer' at .*source.py:10"),
 ])  # fmt: skip
 def test_a_source_of_tasks_that_breaks_is_an_error_in_one_line(tmp_path: Path, name: str, said: str) -> None:

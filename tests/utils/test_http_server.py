@@ -69,6 +69,7 @@ async def say(port: int, *lines: str, body: bytes = b"", then: float = 5.0) -> t
         ("127.0.0.1:{}", 200), ("localhost:{}", 200), ("LOCALHOST.", 200), ("[::1]:{}", 200), ("127.8.8.8", 200),
         ("trainer.example.org", 200), ("evil.example:{}", 403), ("127.0.0.1.evil.example", 403), ("0.0.0.0:{}", 403),
         ("localhost.evil.example", 403), ("[::2]:{}", 403), ("", 403), ("192.168.0.7", 403), ("x@127.0.0.1", 403),
+        ("127.0.0.1:80@evil", 403), ("127.0.0.1:80:80", 403), ("[::1]evil", 403),
     ],
 )  # fmt: skip
 async def test_on_loopback_a_request_must_be_addressed_to_it(host: str, status: int) -> None:

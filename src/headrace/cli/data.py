@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
+from headrace.cli.help import examples
 from headrace.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,7 +22,12 @@ _LONGEST = 600  # characters of a message that are shown
 data_app = App(name="data", help="Look at tasks.")
 
 
-@data_app.command(name="inspect")
+@data_app.command(
+    name="inspect",
+    help_epilogue=examples(
+        'headrace data inspect countdown --args "count = 100"', "headrace data inspect examples/single_turn_math.toml"
+    ),
+)
 def inspect(
     source: Annotated[str, Parameter(help="A source as data.tasks takes it, or a run file.")],
     /,

@@ -14,8 +14,12 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _NAMES = {Path: "path", dict: "table"}
-EXAMPLE = "headrace train examples/countdown.toml --trainer.steps 50 --optimizer.lr 3e-5"
 _BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+
+
+def examples(*lines: str) -> str:
+    """The end of a command's help."""
+    return "\n".join(("Example:" if len(lines) == 1 else "Examples:", *(f"  {line}" for line in lines)))
 
 
 def print_settings(console: Console, options: Any, panel: Any) -> None:
@@ -33,7 +37,6 @@ def print_settings(console: Console, options: Any, panel: Any) -> None:
     for title, summary, _ in _sections():
         table.add_row(Text(f"[{title}]", "bold"), Text(summary))
     console.print(table)
-    console.print(f"\n[bold]Example[/]\n  {EXAMPLE}", soft_wrap=True)
 
 
 def print_section(name: str) -> None:

@@ -19,7 +19,7 @@ from headrace.cli.data import data_app
 from headrace.cli.doctor import doctor
 from headrace.cli.evaluate import USAGE as EVAL_USAGE
 from headrace.cli.evaluate import evaluate, export
-from headrace.cli.help import print_section
+from headrace.cli.help import examples, print_section
 from headrace.cli.ledger import ledger
 from headrace.cli.model import model_app
 from headrace.cli.replay import replay
@@ -52,16 +52,55 @@ app = App(
     version=_version,
     suppress_keyboard_interrupt=False,  # run() decides the exit code
 )
-app.command(train, name="train", usage=TRAIN_USAGE)
-app.command(sft, name="sft", usage=SFT_USAGE)
-app.command(evaluate, name="eval", usage=EVAL_USAGE)
-app.command(compare, name="compare")
-app.command(export, name="export")
-app.command(simulate, name="simulate", usage=SIMULATE_USAGE)
-app.command(ledger, name="ledger")
-app.command(replay, name="replay")
-app.command(algorithms, name="algorithms")
-app.command(doctor, name="doctor")
+app.command(
+    train,
+    name="train",
+    usage=TRAIN_USAGE,
+    help_epilogue=examples(
+        "headrace train examples/countdown.toml --trainer.steps 5", "headrace train --resume runs/countdown"
+    ),
+)
+app.command(
+    sft,
+    name="sft",
+    usage=SFT_USAGE,
+    help_epilogue=examples("headrace sft examples/countdown_sft.toml --trainer.steps 5"),
+)
+app.command(
+    evaluate,
+    name="eval",
+    usage=EVAL_USAGE,
+    help_epilogue=examples(
+        "headrace eval examples/countdown.toml --json before.json",
+        "headrace eval runs/countdown --eval.sets.countdown.limit 50",
+    ),
+)
+app.command(
+    compare,
+    name="compare",
+    help_epilogue=examples(
+        "headrace compare before.json runs/countdown", "headrace compare runs/countdown@0 runs/countdown@30"
+    ),
+)
+app.command(export, name="export", help_epilogue=examples("headrace export runs/countdown my-model"))
+app.command(
+    simulate,
+    name="simulate",
+    usage=SIMULATE_USAGE,
+    help_epilogue=examples(
+        "headrace simulate examples/countdown_async.toml --simulate.group_s 20 --simulate.learn_s 8"
+    ),
+)
+app.command(
+    ledger,
+    name="ledger",
+    help_epilogue=examples(
+        "headrace ledger runs/countdown", "headrace ledger runs/countdown --export episodes.jsonl --steps 1:5"
+    ),
+)
+app.command(replay, name="replay", help_epilogue=examples("headrace replay runs/countdown --until 5"))
+app.command(algorithms, name="algorithms", help_epilogue=examples("headrace algorithms"))
+app.command(doctor, name="doctor", help_epilogue=examples("headrace doctor"))
 app.command(data_app)
 app.command(model_app)
 app.command(serve_app)

@@ -6,10 +6,12 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
+from headrace.cli.help import examples
+
 model_app = App(name="model", help="List models, or fetch one.")
 
 
-@model_app.command(name="list")
+@model_app.command(name="list", help_epilogue=examples("headrace model list"))
 def list_models() -> None:
     """Models that have a name of their own."""
     from rich.table import Table
@@ -31,7 +33,7 @@ def list_models() -> None:
     console.print("\nmodel.name also takes a folder in Hugging Face format, or a hub id such as org/name.")
 
 
-@model_app.command(name="get")
+@model_app.command(name="get", help_epilogue=examples("headrace model get smollm2-135m"))
 def get(name: Annotated[str, Parameter(help="A name from `headrace model list`.")]) -> None:
     """Fetch a model into the cache, or say that it is there."""
     from headrace.models.catalog import get_model

@@ -8,10 +8,12 @@ from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 
+from headrace.cli.help import examples
+
 serve_app = App(name="serve", help="Serve a model to programs written for another API.")
 
 
-@serve_app.command(name="tinker")
+@serve_app.command(name="tinker", help_epilogue=examples("headrace serve tinker --model bundled --port 8500"))
 def tinker(
     *,
     model: Annotated[str, Parameter(help="A name from `headrace model list`, a folder, or a hub id.")] = "bundled",
@@ -41,7 +43,10 @@ def tinker(
 ) -> None:
     """Speak the Tinker API over the local engine and learner; needs the extra serve."""
     from headrace.registry import load_object
+    from headrace.tracking.terminal import working
 
+    with working("loading the server"):
+        serve_tinker = load_object("headrace.tinker_server.run:serve_tinker")
     options = load_object("headrace.tinker_server.options:ServeOptions")(
         model=model, name=name, host=host, port=port, api_key=api_key, folder=dir, dtype=dtype, threads=threads,
         rank_limit=rank_limit, max_models=max_models, max_samplers=max_samplers, max_batch=max_batch,
@@ -49,4 +54,4 @@ def tinker(
         max_sessions=max_sessions, public_host=public_host, order_wait_s=order_wait_s, results_mb=results_mb,
         max_body_mb=max_body_mb,
     )  # fmt: skip
-    load_object("headrace.tinker_server.run:serve_tinker")(options, partial(print, flush=True))
+    serve_tinker(options, partial(print, flush=True))

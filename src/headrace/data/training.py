@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,20 +31,24 @@ class TrainingData:
     """How many tasks each source of a mixture has to train; None without a mixture."""
 
 
-def load_training(section: DataSection, given: Iterable[Any] | None = None) -> TrainingData:
-    """What `[data]` names; `given` are tasks in place of those."""
+def load_training(
+    section: DataSection, given: Iterable[Any] | None = None, report: Callable[[str], None] = lambda _: None
+) -> TrainingData:
+    """What `[data]` names; `given` are tasks in place of those. `report` gets the source that is being read."""
     if given is None and section.mixture:
-        return _load_mixture(section)
+        return _load_mixture(section, report)
+    report("reading the tasks that were given" if given is not None else f'reading data.tasks = "{section.tasks}"')
     found = load_source(section, given, skip_bad=section.on_bad_row == "skip")
     split = split_tasks(found.tasks, section.holdout)
     return TrainingData(split.train, split.held_out, found.bad_rows)
 
 
-def _load_mixture(section: DataSection) -> TrainingData:
+def _load_mixture(section: DataSection, report: Callable[[str], None]) -> TrainingData:
     tasks: list[Task] = []
     bad: list[str] = []
     source_of: dict[str, str] = {}
     for name, entry in section.mixture.items():
+        report(f'reading data.mixture.{name}.tasks = "{entry.tasks}"')
         found = load_source(entry, source_name=name, system=section.system, skip_bad=section.on_bad_row == "skip")
         own = named(found.tasks, name)
         source_of |= dict.fromkeys((task.id for task in own), name)

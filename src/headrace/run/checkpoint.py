@@ -156,7 +156,7 @@ async def load_newest(
         tell(f"the checkpoint {folder} is damaged: {damage}; it is passed over for the one before")
     state = TrainerState.read(found.whole)
     await backend.load(found.whole)
-    tell(f"going on from {found.whole}")
+    tell(f"{'resuming from' if set_aside else 'loaded'} {found.whole}")
     for folder, _ in found.damaged if set_aside else ():
         tell(f"the damaged checkpoint is now {_set_aside(folder)}; delete it when you have looked at it")
     return state

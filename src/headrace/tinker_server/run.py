@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 from headrace.tinker_server.app import Routes
 from headrace.tinker_server.options import ServeOptions
 from headrace.tinker_server.service import Service
+from headrace.tracking.terminal import working
 from headrace.utils.http_server import HttpServer, listen
 from headrace.utils.interrupts import on_interrupt
 
@@ -69,7 +70,8 @@ def running(options: ServeOptions) -> Iterator[str]:
 
 
 async def _serve(options: ServeOptions, listening: socket.socket, ready: Ready) -> None:
-    service = Service(options)
+    with working(f"loading the model {options.model}"):  # on standard error: the first line of output is the URL
+        service = Service(options)
     routes = Routes(service)
     server = HttpServer(routes.app(), routes.rules())
     serving = await server.begin(listening)

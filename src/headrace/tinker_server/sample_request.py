@@ -20,6 +20,8 @@ from headrace.tinker_server.wire import Outcome, SampledTokens, SampleResult, sa
 
 _MOST_SAMPLES = 1024
 _MOST_TOP = 256
+_HIGHEST_TEMPERATURE = 100
+_MOST_TOKENS = 100_000_000
 _STRIDE = 0x9E3779B97F4A7C15  # odd: no two samples of a request share random numbers
 
 
@@ -115,6 +117,10 @@ def _params(given: types.SamplingParams, room: int, vocabulary: int) -> Sampling
         raise Refusal(f"stop has the token {odd[0]}, and the model has 0 to {vocabulary - 1}")
     if given.top_k < -1:
         raise Refusal(f"top_k must be -1 (all), or 1 and above, got {given.top_k}")
+    if not 0 <= given.temperature <= _HIGHEST_TEMPERATURE:
+        raise Refusal(f"temperature must be between 0 and {_HIGHEST_TEMPERATURE}, got {given.temperature:g}")
+    if given.max_tokens is not None and not 1 <= given.max_tokens <= _MOST_TOKENS:
+        raise Refusal(f"max_tokens must be between 1 and {_MOST_TOKENS}, got {given.max_tokens}")
     return SamplingParams(
         temperature=given.temperature,
         top_p=given.top_p,

@@ -37,11 +37,12 @@ class TrainingLoops:
         self._skipped_in_a_row = 0
         self._tasks = asyncio.TaskGroup()
         self._producing: asyncio.Task[None] | None = None
+        self._replaying = False
 
     @property
-    def producing(self) -> bool:
-        """Whether rollouts have begun, so that there is something to save."""
-        return self._producing is not None
+    def has_work(self) -> bool:
+        """Whether steps are repeated or rollouts have begun, so that there is something to save."""
+        return self._replaying or self._producing is not None
 
     def report(self, text: str) -> None:
         """Show it to the user."""
@@ -119,7 +120,10 @@ class TrainingLoops:
         run, recorded = self._run, self._run.start.recorded
         if recorded:
             run.trackers.message(f"repeating {len(recorded)} recorded steps, from step {self.step + 1}")
+        self._replaying = bool(recorded)
         for number, record in enumerate(recorded, 1):
+            if run.stop.requested:  # the steps that are left stay recorded
+                return
             run.trackers.progress(f"repeating recorded step {number} of {len(recorded)}")
             await run.callbacks.call("on_batch_start", self.step)
             run.coordinator.open_batch()

@@ -134,12 +134,14 @@ def assemble(
     report("loading the training backend")
     new_backend = checked_backend(config)
     check_declared(config)
-    report("loading the tasks")
-    data = load_training(config.data, given.tasks)
+    data = load_training(config.data, given.tasks, report)
     warn_of_bad_rows(data, "the training tasks")
     sampler = make_sampler(config.data, config.fresh_groups, config.run.seed, data)
     if not supervised:
         check_tasks(judge, data.tasks)
+    if config.eval.sets:
+        named = ", ".join(f'{name} ("{one.tasks}")' for name, one in config.eval.sets.items())
+        report(f"reading the evaluation sets {named}")
     sets = evaluation_sets(config, given.eval_tasks, data)
     check_overlap(config.data, data.tasks, {name: tasks for name, (_, tasks) in sets.items()})
     demonstrations = demonstration_sampler(config)

@@ -115,7 +115,7 @@ class UnifiedTrainer:
         return result
 
     def _interrupted(self) -> None:
-        if self._loops is not None and self._loops.producing:
+        if self._loops is not None and self._loops.has_work:
             self.stop()
             self._loops.report("stopping after this step; a second Ctrl-C or SIGTERM aborts at once")
         elif self._fitting is not None:  # nothing is trained yet: there is nothing to save

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 from weakref import WeakSet
 
-from headrace.errors import DeadlineError
+from headrace.errors import DeadlineError, EscapeError
 from headrace.utils import threads
 from headrace.utils.threads import call_sync_or_async
-from headrace.utils.usercode import Overdue, escape_of, is_interrupt, line_of_task, note_abandoned
+from headrace.utils.usercode import Overdue, escape_of, is_interrupt, is_user_code, line_of_task, note_abandoned
 
 T = TypeVar("T")
 
@@ -79,7 +80,7 @@ class Call:
     async def run(self, work: Callable[[], Awaitable[T]]) -> T:
         """Return or raise what `work` does; raise DeadlineError if it takes too long."""
         loop = asyncio.get_running_loop()
-        _contain_tasks_of(loop)
+        contain_tasks_of(loop)
         depth = _depth.get() + 1
         self._outer = _innermost.get()
         inside, around = _depth.set(depth), _innermost.set(self)
@@ -174,6 +175,20 @@ def _abandon(task: asyncio.Task[Any], what: str) -> None:
 # ---- tasks that user code starts ------------------------------------------------------------------------------------
 
 
+class _RunTask(asyncio.Task[Any]):
+    """A task of the run itself, which user code cannot cancel."""
+
+    def cancel(self, msg: Any = None) -> bool:
+        refuse_from_user_code("cancel a task of the run; cancel only tasks that it has started itself")
+        return super().cancel(msg)
+
+
+def refuse_from_user_code(what: str) -> None:
+    """Raise EscapeError if the caller of the caller is a line of user code inside a call: its episode fails."""
+    if _depth.get() > 0 and is_user_code(sys._getframe(2).f_code.co_filename):
+        raise EscapeError(f"user code must not {what}")
+
+
 class _Contains:
     """A task factory: tasks that user code starts cannot end the event loop either."""
 
@@ -183,14 +198,15 @@ class _Contains:
     def __call__(self, loop: asyncio.AbstractEventLoop, work: Any, **named: Any) -> Any:
         users = _depth.get() > 0
         run = _without_exit(work) if users else work
-        task = asyncio.Task(run, loop=loop, **named) if self._inner is None else self._inner(loop, run, **named)
+        new_task = asyncio.Task if users else _RunTask
+        task = new_task(run, loop=loop, **named) if self._inner is None else self._inner(loop, run, **named)
         if users:
             _tasks.add(task)
             task.add_done_callback(lambda _: work.close())  # a task that was cancelled before its start
         return task
 
 
-def _contain_tasks_of(loop: asyncio.AbstractEventLoop) -> None:
+def contain_tasks_of(loop: asyncio.AbstractEventLoop) -> None:
     factory = loop.get_task_factory()
     if not isinstance(factory, _Contains):
         loop.set_task_factory(_Contains(factory))

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
-from headrace.utils.deadline import end_user_tasks
+from headrace.utils.deadline import contain_tasks_of, end_user_tasks, refuse_from_user_code
 from headrace.utils.interrupts import on_interrupt
 from headrace.utils.threads import GRACE_S, DaemonThreads
 from headrace.utils.usercode import where_it_failed
@@ -48,7 +48,15 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
 
 
 class _Loop(asyncio.SelectorEventLoop):
-    """An event loop that survives SystemExit in callbacks. User tasks are contained where they are created."""
+    """An event loop that user code cannot end. User tasks are contained where they are created."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        contain_tasks_of(self)  # from the first task on: user code must not cancel that one either
+
+    def stop(self) -> None:
+        refuse_from_user_code("stop the event loop of the run")
+        super().stop()
 
     def _run_once(self) -> None:
         try:

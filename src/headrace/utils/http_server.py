@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import hmac
 import json
+import re
 import resource
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
@@ -40,6 +41,7 @@ _SLOWEST = 2**20  # bytes per second: minimum speed of a body after `body_s`
 _HELD = 2**30  # bytes of bodies being read, over all connections
 _CONNECTIONS = 16_384
 _ONCE = (b"host", b"origin", b"content-type", b"content-length", b"transfer-encoding", b"content-encoding")
+_HOST = re.compile(r"(?:\[([^\[\]@]+)\]|([^\[\]:@/]*))(?::\d*)?", re.ASCII)
 _KEYS = (b"x-api-key", b"authorization")  # clients may send both, and either may hold the key
 
 
@@ -232,10 +234,9 @@ async def _next(receive: Receive) -> tuple[bytes, bool]:
 
 
 def _name(host: str) -> str:
-    """The name in a Host header, without the port."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.partition(":")[0].lower().removesuffix(".")
+    """The name in a Host header, without the port; empty if it is not a name and a port."""
+    found = _HOST.fullmatch(host)
+    return (found[1] or found[2]).lower().removesuffix(".") if found else ""
 
 
 def _is_same(origin: bytes, host: bytes) -> bool:

@@ -42,6 +42,11 @@ def is_library(filename: str) -> bool:
     return filename.startswith(_LIBRARIES) or bool({"site-packages", "dist-packages"} & {*Path(filename).parts})
 
 
+def is_user_code(filename: str) -> bool:
+    """Whether a file is neither Headrace's nor a library's."""
+    return not filename.startswith((_PACKAGE, "<")) and not is_library(filename)
+
+
 def innermost_of_user(frames: Iterable[traceback.FrameSummary]) -> traceback.FrameSummary | None:
     """The innermost line of user code; None if there is none."""
     own = [f for f in frames if not f.filename.startswith((_PACKAGE, *_LIBRARIES)) and not f.filename.startswith("<")]
@@ -172,6 +177,8 @@ def contained(what: str, limit_s: float | None = None) -> Iterator[None]:
         finally:
             if section is not None:
                 _sections.remove(section)
+    except StopIteration as error:  # a coroutine cannot raise it
+        raise escape_of(error, what) from error
     except Exception:
         raise
     except Overdue as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -69,16 +70,21 @@ def _call(source: str, args: dict[str, Any]) -> Iterable[Any]:
 
 
 def _numbered(values: Iterable[Any], name: str) -> Iterator[Row]:
-    number = 0
-    try:
-        for number, value in enumerate(values, 1):
-            yield Row(number, f"{name}, row {number}", value)
-    except (HeadraceError, GeneratorExit):
-        raise
-    except BaseException as error:  # a generator of the user's; sys.exit in it would end the process without a word
-        if is_interrupt(error):
+    rows: Iterator[Any] | None = None
+    for number in count(1):
+        try:
+            rows = iter(values) if rows is None else rows
+            value = next(rows)
+        except StopIteration:
+            return
+        except HeadraceError:
             raise
-        raise DataError(f'the task source "{name}" failed after {number} rows: {where_it_failed(error)}') from error
+        except BaseException as error:  # sys.exit in a user's generator would end the process without a message
+            if is_interrupt(error):
+                raise
+            failed = f'the task source "{name}" failed after {number - 1} rows: {where_it_failed(error)}'
+            raise DataError(failed) from error
+        yield Row(number, f"{name}, row {number}", value)
 
 
 def checked_file(source: str, args: dict[str, Any]) -> Path:
