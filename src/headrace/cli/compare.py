@@ -21,7 +21,7 @@ def compare(
     common: Annotated[
         bool, Parameter(negative="", show_default=False, help="Compare what both have, though the task lists differ.")
     ] = False,
-    json: Annotated[Path | None, Parameter(help="Write the figures.")] = None,
+    json: Annotated[Path | None, Parameter(help="Write the results as JSON.")] = None,
 ) -> None:
     """Compare two evaluations of the same tasks, task by task.
 

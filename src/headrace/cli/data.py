@@ -35,14 +35,14 @@ def inspect(
     args: Annotated[str | None, Parameter(help='Arguments of the source, such as "size = 10, seed = 1".')] = None,
     columns: Annotated[str | None, Parameter(help="Its columns, such as 'instruction = \"question\"'.")] = None,
     template: Annotated[str | None, Parameter(help='The instruction, such as "{question} Answer:".')] = None,
-    json: Annotated[bool, Parameter(negative="", show_default=False, help="Print the figures as JSON.")] = False,
+    json: Annotated[bool, Parameter(negative="", show_default=False, help="Print the results as JSON.")] = False,
 ) -> None:
-    """Show what tasks there are before they are trained.
+    """Show the tasks before they are trained.
 
-    How many of which source, how long, which twice, which bad, and three of
-    them. Of a run file also: what is held out, how often each source of a
-    mixture is drawn, what evaluation sets share with training, and lengths in
-    tokens of the run's model. Settings can be given as `--section.key value`.
+    Counts by source, lengths, duplicates, bad rows and three examples. For a
+    run file also: held-out tasks, how often each source of a mixture is drawn,
+    overlap of evaluation sets with training, and lengths in tokens of the
+    run's model. Settings can be given as `--section.key value`.
     """
     from headrace.tracking.terminal import working
 

@@ -36,9 +36,9 @@ def evaluate(
         str | None, Parameter(help="Ask a model behind this OpenAI-compatible URL; needs the extra remote.")
     ] = None,
     api_key_env: Annotated[str | None, Parameter(help="Environment variable that holds the key for --url.")] = None,
-    json: Annotated[Path | None, Parameter(help="Write all figures, task by task, for headrace compare.")] = None,
+    json: Annotated[Path | None, Parameter(help="Write all results, task by task, for headrace compare.")] = None,
     plot: Annotated[Path | None, Parameter(help="Draw a picture (PNG, SVG or PDF); needs the extra plot.")] = None,
-    episodes: Annotated[Path | None, Parameter(help="Write what was said to FILE.jsonl, a line per episode.")] = None,
+    episodes: Annotated[Path | None, Parameter(help="Write all episodes to FILE.jsonl, a line each.")] = None,
     trust: Trust = False,
 ) -> None:
     """Evaluate a model, a checkpoint or a URL on the sets of a run file or of a run.

@@ -38,7 +38,7 @@ def ledger(
 ) -> None:
     """Show what a run has recorded: where every episode is, processes, batches.
 
-    Reads while the run goes on. docs/ledger.md describes the file.
+    The run may still be training. docs/ledger.md describes the file.
     """
     if export is None and (kind or steps):
         raise ConfigError(f"{'--kind' if kind else '--steps'} says what to export; add --export FILE.jsonl")
@@ -68,7 +68,7 @@ def _show(reader: LedgerReader) -> None:
     from headrace.tracking.terminal import Console
 
     console = Console(highlight=False)
-    with reader.snapshot():  # or the tables would be of different moments of a run that goes on
+    with reader.snapshot():  # or the tables of a run that is training would show different moments
         console.print(_accounts(reader))
         console.print(_processes(reader.processes()))
         for line in _facts(reader):
@@ -104,7 +104,7 @@ def _processes(found: list[ProcessRecord]) -> Table:
 
 
 def _fate(process: ProcessRecord, is_last: bool) -> str:
-    """Of a process that has not told its end. What runs on another machine cannot be seen from here."""
+    """State of a process that recorded no end. A process on another machine cannot be checked from here."""
     if is_last and process.host != socket.gethostname():
         return "running, or killed"
     return "running" if is_last and _is_alive(process.pid) else "killed"
@@ -129,10 +129,10 @@ def _facts(reader: LedgerReader) -> Iterator[str]:
     yield f"batches trained: {reader.batch_count():,}"
     if last is not None and last.steps is None:
         groups = f"the batch of step {last.step + 1}, {len(last.group_ids)} groups"
-        yield f"recorded, with its update not made to its end (a run that goes on makes it again): {groups}"
+        yield f"recorded, but its update is not finished (a resumed run makes it again): {groups}"
     published = reader.last_publication()
     if published is not None:
-        yield f"last publication: version {published.version} after step {published.step}, {published.fingerprint}"
+        yield f"last weight sync: version {published.version} after step {published.step}, {published.fingerprint}"
     evaluations = reader.evaluations()
     if evaluations:
         yield f"evaluations: {len(evaluations):,}, the last of step {evaluations[-1].step}"

@@ -32,7 +32,7 @@ def replay(
     console, found = Console(), Replay(run, until)
     if found.rounded_otherwise:
         console.print(
-            f"results are rounded otherwise here than where the run was made, so that weights will differ: "
+            f"rounding differs from where the run was made, so weights will differ: "
             f"{'; '.join(found.rounded_otherwise)}"
         )
     for note in found.notes:
@@ -42,8 +42,8 @@ def replay(
     with working(f"loading the model {found.config.model.name}") as doing:
         for number, step in enumerate(found, 1):
             doing(f"replayed {number} of {len(found)} batches")
-            figures = (step.metrics.get(key) for key in ("reward/mean", "policy/loss", "policy/grad_norm"))
-            shown = ("" if value is None else f"{value:.4g}" for value in figures)
+            values = (step.metrics.get(key) for key in ("reward/mean", "policy/loss", "policy/grad_norm"))
+            shown = ("" if value is None else f"{value:.4g}" for value in values)
             verdict = {True: "the same", False: "different", None: "not recorded"}[step.same]
             weights = Text(f"{step.fingerprint} {verdict}", style="red" if step.same is False else "")
             table.add_row(str(step.step), str(step.version), *shown, weights)

@@ -25,7 +25,7 @@ def simulate(
     /,
     *overrides: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
     chart: Annotated[Path | None, Parameter(help="Draw a picture (PNG, SVG or PDF); needs the extra plot.")] = None,
-    json: Annotated[Path | None, Parameter(help="Write all figures, with the staleness distribution.")] = None,
+    json: Annotated[Path | None, Parameter(help="Write all results, with the staleness distribution.")] = None,
 ) -> None:
     """Try schedules before paying for them: the loop of a run, without a model.
 
@@ -67,8 +67,8 @@ def simulate(
     points = grid_points(config)
     _check_chart(chart)
     done = _with_progress(points)
-    with boundary(ConfigError, "cannot write the figures", OSError):  # first: who reads the table may leave
-        written = [("figures", _write(done, json))] if json is not None else []
+    with boundary(ConfigError, "cannot write the results", OSError):  # first: who reads the table may leave
+        written = [("results", _write(done, json))] if json is not None else []
         written += [("chart", _draw(done, chart))] if chart is not None else []
     console, table = Console(highlight=False), _table(done)
     # rather a wrapped line than a cut figure
@@ -79,7 +79,7 @@ def simulate(
 
 
 def _with_progress(points: list[GridPoint]) -> list[Simulated]:
-    """Simulate all, with a sign of life."""
+    """Simulate all, and show progress."""
     from headrace.scheduling.simulation.grid import simulate_grid
     from headrace.tracking.terminal import working
 
@@ -106,19 +106,19 @@ def _table(done: Sequence[Simulated]) -> Table:
     for column in _COLUMNS:
         table.add_column(column, justify="right", no_wrap=True)
     for item in done:
-        figures = item.outcome
+        found = item.outcome
         table.add_row(
             *(str(item.point.settings[name]) for name in names),
-            f"{figures.groups_per_s:.3g}",
-            f"{3600 * figures.steps_per_s:.4g}",
-            f"{figures.learner_busy:.0%}",
-            f"{figures.generation_busy:.0%}",
-            f"{figures.staleness_mean:.2f} ({figures.staleness_max})",
-            f"{figures.wasted_tokens:.1%}",
-            f"{figures.wasted_time:.1%}",
-            f"{figures.slow_groups:.0%}",
-            f"{figures.slow_tokens:.0%}",
-            f"{figures.duration_bias:.0%}",
+            f"{found.groups_per_s:.3g}",
+            f"{3600 * found.steps_per_s:.4g}",
+            f"{found.learner_busy:.0%}",
+            f"{found.generation_busy:.0%}",
+            f"{found.staleness_mean:.2f} ({found.staleness_max})",
+            f"{found.wasted_tokens:.1%}",
+            f"{found.wasted_time:.1%}",
+            f"{found.slow_groups:.0%}",
+            f"{found.slow_tokens:.0%}",
+            f"{found.duration_bias:.0%}",
         )
     return table
 
@@ -130,7 +130,7 @@ def _notes(done: Sequence[Simulated]) -> list[str]:
     oldest = max(item.outcome.staleness_max for item in short)
     return [
         f"the slowest groups come back after {oldest} versions or more, and the warm-up is "
-        f"{short[0].outcome.warmup} steps: too few of them are in these figures; raise simulate.steps"
+        f"{short[0].outcome.warmup} steps: too few of them are in these results; raise simulate.steps"
     ]
 
 
@@ -177,9 +177,9 @@ def _draw(done: Sequence[Simulated], path: Path) -> Path:
 
     bar = load_object("headrace.tracking.simulation_plot:Bar")
     bars = [
-        bar(item.point.label or "as it is", figures.learner_busy, figures.generation_busy, figures.groups_per_s,
-            figures.ages)
+        bar(item.point.label or "unchanged", found.learner_busy, found.generation_busy, found.groups_per_s,
+            found.ages)
         for item in done
-        for figures in [item.outcome]
+        for found in [item.outcome]
     ]  # fmt: skip
     return load_object("headrace.tracking.simulation_plot:draw_simulations")(bars, path)

@@ -45,7 +45,7 @@ def why_not_ours(run: Path) -> str | None:
     for path in (run, run / "config.json"):
         try:
             found = path.stat()
-        except OSError:  # who reads it will tell
+        except OSError:  # the reader of the file reports it
             continue
         if found.st_uid not in (os.geteuid(), 0):  # root could do anything anyway
             return f"{path} belongs to {_user(found.st_uid)}"
@@ -58,7 +58,7 @@ def code_names(run: Path) -> Iterator[str]:
     """What the config of a run names as `module:object` or `file.py:object`, and the commands in it."""
     try:
         yield from _names(json.loads((run / "config.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError, RecursionError):  # who reads it will tell
+    except (OSError, ValueError, RecursionError):  # the reader of the file reports it
         return
 
 

@@ -1,4 +1,4 @@
-"""What agents do, how they are judged, and what they sample with."""
+"""Workflows, judgers, the gateway, sampling limits and the engine."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class WorkflowSection(Section):
     args: dict[str, Any] = {}
     """Keyword arguments of a workflow class."""
     grouping: str | None = None
-    """Which trajectories are compared: "by_step", or "module:function" of (episodes of one task) that returns
-    TrajectoryGroups; empty compares those of the same role."""
+    """Which trajectories are compared with each other. Empty: those of the same role. "by_step": the same step of each
+    rollout. Or "module:function" of your own, from the episodes of one task to TrajectoryGroups."""
     judger: str | None = None
-    """Who scores episodes whose workflow gave no reward: a registered judger or "module:object"; empty for none."""
+    """Judger of episodes whose workflow returned no reward: a registered name or "module:object"; empty for none."""
     judger_args: dict[str, Any] = {}
     """Keyword arguments of a judger class."""
 
@@ -37,19 +37,19 @@ class WorkflowSection(Section):
 
 
 class JudgeSection(Section):
-    """Who judges which task, and what becomes of a judger's failure."""
+    """Judgers by source, and how judging is limited and retried."""
 
     routes: dict[str, dict[str, Any]] = {}
-    """Source of the task to its judger, {name = ..., args = {...}}; "*" for every other source. Instead of
+    """Judger of each task source, { name = ..., args = {...} }; "*" for every other source. Use it instead of
     workflow.judger."""
     concurrency: int = Field(default=64, ge=1, le=65_536)
     """Episodes judged at once."""
     timeout_s: float = Field(default=120.0, gt=0, le=LONGEST_S)
-    """Longest duration of judging one episode, waiting for a free place not counted."""
+    """Time limit for judging one episode, without waiting for a free slot."""
     retries: int = Field(default=2, ge=0, le=1000)
-    """How often judging is tried again if infrastructure failed: a connection, a time-out, a sandbox."""
+    """How often judging is retried if infrastructure failed: a connection, a time-out, a sandbox."""
     on_failure: Literal["fail_episode", "stop"] = "fail_episode"
-    """What a judger's failure does: the episode fails (it does not count as wrong), or the run ends."""
+    """A judge call that failed fails the episode (which does not count as wrong), or stops the run."""
 
     effects: ClassVar = declare(
         when.SAMPLES("routes", "concurrency", "timeout_s", "retries", "on_failure"),
@@ -58,24 +58,23 @@ class JudgeSection(Section):
 
 
 class GatewaySection(Section):
-    """The HTTP server through which programs outside reach the model."""
+    """The HTTP server through which other programs call the model."""
 
     host: str = "127.0.0.1"
-    """Address that it listens at. One that others can reach needs a token."""
+    """Address that it listens at. An address that other machines can reach needs a token."""
     port: int = Field(default=0, ge=0, le=65535)
     """Port that it listens at; 0 takes a free one."""
     token: str | None = None
-    """What clients must send as API key: "$NAME" of the environment variable that holds it. The token itself does not
-    belong into a run file, which is copied into the run's folder."""
+    """API key that clients must send, as "$NAME" of the environment variable that holds it. The key itself is refused:
+    run files are copied into the run's folder."""
     public_host: str | None = None
     """Name under which programs elsewhere reach this machine; empty for host."""
     max_body_mb: float = Field(default=32.0, gt=0, le=65_536)
     """Largest request, in MB."""
     keep_alive_s: float = Field(default=10.0, gt=0, le=LONGEST_S)
-    """Seconds between signs of life to a client that waits for a streamed reply."""
+    """Seconds between keep-alive messages to a client that waits for a streamed reply."""
     unsupported: Literal["refuse", "warn"] = "refuse"
-    """What is done about fields of a request that cannot be honoured: the request is refused, or it is answered
-    without them, with one warning for each."""
+    """Request fields that the gateway does not support: refuse the request, or warn once per field and ignore it."""
 
     effects: ClassVar = when.GATEWAY(
         "host", "port", "token", "public_host", "max_body_mb", "keep_alive_s", "unsupported"
@@ -99,24 +98,24 @@ class GatewaySection(Section):
 
 
 class RolloutSection(Section):
-    """How tasks are rolled out."""
+    """Group size, sampling and limits of rollouts."""
 
     group_size: int = Field(default=8, ge=1, le=4096)
     """Rollouts of each task, compared with each other."""
     temperature: float = Field(default=1.0, ge=0, le=100)
     """Sampling temperature; the learner scales its logits the same way."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus sampling; 1 samples from the whole distribution."""
+    """Nucleus sampling; 1 samples from the full distribution."""
     top_k: int = Field(default=0, ge=0, le=MOST_TOKENS)
-    """Sample among the k likeliest tokens; 0 for all."""
+    """Sample among the k most likely tokens; 0 for all."""
     max_tokens: int = Field(default=256, ge=1, le=MOST_TOKENS)
-    """Longest response, in tokens, of one model call that sets no limit of its own."""
+    """Most tokens of one reply, unless the model call sets its own limit."""
     stop: tuple[str, ...] = ()
-    """Strings that end a response; the tokenizer's end-of-sequence token always does."""
+    """Strings that end a reply; the tokenizer's end-of-sequence token always does."""
     max_concurrent: int = Field(default=256, ge=1, le=65_536)
     """Episodes in flight at once."""
     timeout_s: float = Field(default=600.0, gt=0, le=LONGEST_S)
-    """Longest duration of one episode; over it, the episode fails with reason "timeout"."""
+    """Time limit of one episode; an episode that exceeds it fails with reason "timeout"."""
     max_turns: int | None = Field(default=None, ge=1, le=1_000_000)
     """Most model calls of one episode; one more ends it with reason "turns". Empty for no limit."""
     max_episode_tokens: int | None = Field(default=None, ge=1, le=MOST_TOKENS)
@@ -124,8 +123,8 @@ class RolloutSection(Section):
     max_tool_calls: int | None = Field(default=None, ge=1, le=1_000_000)
     """Most tool calls of one episode; one more ends it with reason "tools". Empty for no limit."""
     retries: int = Field(default=2, ge=0, le=1000)
-    """How often an episode is started again if infrastructure failed (a connection, a server, a sandbox). Failures of
-    your own code are not tried again."""
+    """How often an episode is restarted if infrastructure failed (a connection, a server, a sandbox). Failures of your
+    own code are not retried."""
 
     effects: ClassVar = declare(
         when.ROLLS_OUT("group_size", "temperature", "top_p", "top_k"),
@@ -152,19 +151,19 @@ class EngineSection(Section):
     prefill_tokens: int = Field(default=8192, ge=1, le=MOST_TOKENS)
     """Prompt tokens computed at once."""
     kept_tokens: int = Field(default=16384, ge=0, le=MOST_TOKENS)
-    """Tokens of ended replies whose keys and values are kept for the next turn of their conversations. None are kept
-    before a first prompt goes on from a reply, nor with run.deterministic."""
+    """Tokens of finished replies whose keys and values stay cached for the next turn of their conversations. Caching
+    starts when a first prompt continues a reply; run.deterministic turns it off."""
     health_every_s: float = Field(default=2.0, gt=0, le=LONGEST_S)
-    """Seconds between two looks at the engine's health."""
+    """Seconds between two checks of the engine's health."""
     weights: Weights = "float32"
-    """What replies are decoded with: the weights as they are, or rounded to fewer bits at each publication, which are
-    read faster while few sequences are decoded. The loss must correct for the difference."""
+    """Precision of the weights that decode replies: that of the model, or rounded to fewer bits at each weight sync.
+    Small weights are faster while few sequences are decoded. The loss must correct for the difference."""
     cache_on_publish: Literal["keep", "recompute"] = "keep"
-    """What new weights do to the keys and values of sequences in flight: those of the old weights are kept, or all are
-    computed again."""
+    """What a weight sync does to the keys and values of sequences in flight: keep those of the old weights, or
+    recompute all."""
     threads: int = Field(default=0, ge=0, le=4096)
-    """Threads of a separate engine; 0 takes half the cores, and leaves the others to the learner; with
-    run.deterministic, as many as the learner has."""
+    """Threads of a separate engine. 0 takes half of the cores and leaves the others to the learner; with
+    run.deterministic, it takes as many as the learner has."""
 
     effects: ClassVar = declare(
         always("name", "max_model_length"),

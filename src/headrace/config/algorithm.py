@@ -99,7 +99,7 @@ class AlgorithmSection(Section):
     dual_clip: float | None = Field(default=None, gt=1, le=1e6)
     """ppo_clip, gspo: bound on the ratio where the advantage is negative; empty for none."""
     dppo_delta: float = Field(default=0.2, gt=0, le=1e6)
-    """dppo_tv, dppo_kl: a token that has moved further than this, and is to move on, is dropped."""
+    """dppo_tv, dppo_kl: a token that has moved further than this is dropped if its update would move it further."""
     proximal: Literal["sampler", "recompute"] = "sampler"
     """Denominator of the ratio: the sampler's log-probabilities, or the learner's own at the start of the batch."""
     entropy_coef: float = Field(default=0.0, ge=-1e6, le=1e6)
@@ -107,7 +107,7 @@ class AlgorithmSection(Section):
     aggregation: Literal[
         "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "token_sum", "constant"
     ] = "token_mean"
-    """How token losses are averaged over the whole optimizer step."""
+    """How token losses are averaged over the optimizer step."""
     aggregation_length: int = Field(default=1024, ge=1, le=MOST_TOKENS)
     """The fixed length that aggregation "constant" divides by."""
     correction: CorrectionSection = CorrectionSection()
@@ -117,7 +117,7 @@ class AlgorithmSection(Section):
     roles: dict[str, RoleSection] = {}
     """What is different for single roles, by name."""
     advantage_mode: Literal["broadcast", "per_step"] = "broadcast"
-    """"per_step" is gone: it warns and does what "broadcast" does; set workflow.grouping = "by_step" instead."""
+    """"per_step" is deprecated: it warns and acts as "broadcast"; set workflow.grouping = "by_step" instead."""
 
     effects: ClassVar = declare(
         always("objective", "advantage_mode"),
@@ -204,14 +204,14 @@ class FilterSection(Section):
     drop_uniform: bool = False
     """Drop groups whose rewards are all equal (their advantages are 0), and roll out others until the batch is full."""
     min_trajectories: int = Field(default=1, ge=1, le=4096)
-    """Drop groups in which fewer trajectories are left (after failures and dropped terminations)."""
+    """Drop groups with fewer trajectories, after failures and dropped terminations."""
     drop_terminations: tuple[Literal["length", "turns", "tokens", "tools", "timeout"], ...] = ()
-    """Episodes that ended for one of these reasons without failing are not trained; failed ones never are."""
+    """Do not train episodes that ended for one of these reasons. Failed episodes are never trained."""
     min_partial_tasks: int = Field(default=0, ge=0, le=65_536)
     """Rejection sampling: add batches to the step until so many of its tasks are solved by some rollouts and not by
     others; 0 turns it off."""
     most_replacements: int = Field(default=100, ge=1, le=1_000_000)
-    """How many groups (or added batches) in a row may come to nothing before the run ends with the reason."""
+    """How many groups (or added batches) in a row may be dropped before the run ends with the reason."""
 
     effects: ClassVar = declare(
         always("min_trajectories", "most_replacements"),

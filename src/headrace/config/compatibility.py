@@ -1,4 +1,4 @@
-"""Which settings may change when a run is gone on with. What is not listed is refused, with the difference shown."""
+"""Which settings may change when a run is resumed. A change of any other is refused, with the difference."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FREE = (
     "rollout.retries", "data.on_overlap", "engine", "eval", "gateway",
     "tinker.base_url", "tinker.api_key_env", "tinker.ttl_s", "track", "ledger", "alarm", "simulate",
 )  # fmt: skip
-"""Settings, or whole sections, that say how a run is watched, kept and fed, and not what is learned."""
+"""Settings and sections that do not change what is learned: how a run is monitored, stored and supplied."""
 
 UNLESS_DETERMINISTIC = (
     "backend.micro_batch_tokens", "backend.logits_chunk", "backend.share_prefixes", "backend.gradient_checkpointing",
@@ -58,7 +58,7 @@ def changes(stored: dict[str, Any], config: RunConfig) -> list[Change]:
 
 
 def check_resume(stored: dict[str, Any], config: RunConfig, folder: Path) -> list[str]:
-    """Raise ConfigError for what must stay as the run in `folder` has it; what else has changed, to be told."""
+    """Raise ConfigError for what must stay as the run in `folder` has it; notes on all other changes."""
     found = changes(stored, config)
     refused = [change for change in found if not _may_change(change, config.run.deterministic)]
     if refused:
@@ -67,9 +67,9 @@ def check_resume(stored: dict[str, Any], config: RunConfig, folder: Path) -> lis
             f'start a new run with run.resume = "never", or start one from its newest checkpoint with '
             f'run.resume = "{folder}" and another run.name'
         )
-    told = [change for change in found if not _within(change.key, ("run",))]
-    notes = [f"changed settings: {'; '.join(map(str, told))}"] if told else []
-    if any(change.key == "trainer.steps" for change in told) and _rate_depends_on_steps(config):
+    shown = [change for change in found if not _within(change.key, ("run",))]
+    notes = [f"changed settings: {'; '.join(map(str, shown))}"] if shown else []
+    if any(change.key == "trainer.steps" for change in shown) and _rate_depends_on_steps(config):
         notes.append(f"the learning rate follows the schedule of {config.trainer.steps} steps from here on")
     return notes
 
@@ -93,7 +93,7 @@ def numeric_changes(stored: dict[str, str], now: dict[str, str]) -> list[Change]
 
 
 def check_branching(stored: dict[str, Any], config: RunConfig, source: Path) -> list[str]:
-    """Raise ConfigError for what a checkpoint of `source` cannot be used with; what else is different, to be told."""
+    """Raise ConfigError for what a checkpoint of `source` cannot be used with; notes on other differences."""
     found = [
         change for change in changes(stored, config) if not _within(change.key, ("run.name", "run.dir", "run.resume"))
     ]

@@ -234,7 +234,7 @@ SOURCE_NOT_MIXED = Condition(
 SEVERAL_SOURCES = Condition(lambda s: len(s.c.data.mixture) > 1, "the mixture has only one source")
 CURRICULUM = Condition(
     lambda s: s.own.target is not None,
-    "data.curriculum.target is empty, so all tasks are drawn alike",
+    "data.curriculum.target is empty, so all tasks are drawn equally often",
     "remove it, or set data.curriculum.target",
 )
 NO_CURRICULUM = Condition(lambda s: s.own.curriculum.target is None, "the batches of a curriculum are all full")

@@ -14,7 +14,7 @@ _TASK_FIELDS = ("id", "messages", "instruction", "answer", "source", "metadata")
 
 
 class SourceSection(Section):
-    """Tasks from one place, and how its rows become tasks."""
+    """One source of tasks, and how its rows become tasks."""
 
     tasks: str
     """A registered source, a .jsonl or .parquet file, a folder of a saved Hugging Face dataset, "hf:NAME",
@@ -22,12 +22,12 @@ class SourceSection(Section):
     args: dict[str, Any] = {}
     """Keyword arguments of the source."""
     columns: dict[str, str] = {}
-    """Which column each field of a task is taken from, such as { instruction = "question" }; dots lead into a column. A
-    field that is not named here is taken from the column of its own name."""
+    """The column of each task field, such as { instruction = "question" }; a dot leads into a nested column. A field
+    that is not named here is read from the column of the same name."""
     template: str | None = None
     """The instruction, made of columns: "{question}\\nAnswer:"."""
     keep_columns: bool = False
-    """Put the columns that are no fields of a task into its metadata."""
+    """Put all other columns into the task's metadata."""
     system: str | None = None
     """System prompt put before tasks that have none; empty takes data.system."""
 
@@ -64,13 +64,13 @@ class CurriculumSection(Section):
     """Draws tasks more often whose success rate is near a target."""
 
     target: float | None = Field(default=None, ge=0, le=1)
-    """The success rate that is sought; empty draws all tasks alike."""
+    """Success rate whose tasks are drawn most; empty draws all tasks equally often."""
     by: str = "task"
     """Whose success rate: each "task", each "source", or all tasks with the same "metadata.NAME"."""
     least: float = Field(default=0.1, gt=0, le=1)
-    """How often the tasks furthest from the target are drawn, as a share of how often those at the target are."""
+    """How often tasks furthest from the target are drawn, relative to tasks at the target."""
     memory: float = Field(default=0.5, ge=0, lt=1)
-    """How much of the running rate is kept when a group is finished; 0 takes the newest group alone."""
+    """Weight of the old rate when a group updates it; 0 uses the newest group alone."""
 
     effects: ClassVar = declare(
         when.ROLLS_OUT("target", "by", "least", "memory"), when.CURRICULUM("by", "least", "memory")
@@ -90,17 +90,17 @@ class DataSection(SourceSection):
     curriculum: CurriculumSection = CurriculumSection()
     """Draw tasks more often whose success rate is near a target."""
     holdout: int | float = Field(default=0, ge=0, le=1_000_000_000)
-    """Tasks that are not trained, as a share (0.1) or a number (200), for an evaluation set with tasks = "holdout". The
-    split is by what is asked: the same question never stands on both sides."""
+    """Tasks held out from training, as a share (0.1) or a number (200), for an evaluation set with tasks = "holdout".
+    The split is by question: the same question is never on both sides."""
     on_bad_row: Literal["stop", "skip"] = "stop"
-    """What is done about rows that are no tasks, of evaluation sets too: "skip" leaves them out and says how many."""
+    """Rows that are not valid tasks, also in evaluation sets: "stop" is an error, "skip" leaves them out and warns."""
     on_overlap: Literal["warn", "stop", "ignore"] = "warn"
-    """What is done if an evaluation set asks what is also trained."""
+    """What happens if an evaluation set has questions that are also trained."""
     shuffle: bool = True
     """Shuffle each epoch by (seed, epoch); false keeps the order of the source."""
     drop_last: bool = True
-    """Drop the last, short batch of an epoch; false hands it out short or, above max_staleness 0, fills it up from the
-    next epoch."""
+    """Drop the last, short batch of an epoch. false trains it short or, above max_staleness 0, fills it from the next
+    epoch."""
 
     effects: ClassVar = declare(
         always("system", "holdout", "shuffle"),
@@ -129,11 +129,11 @@ class EvalSet(SourceSection):
     temperature: float = Field(default=0.0, ge=0, le=100)
     """Sampling temperature; 0 is greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus sampling; 1 samples from the whole distribution."""
+    """Nucleus sampling; 1 samples from the full distribution."""
     max_tokens: int | None = Field(default=None, ge=1, le=MOST_TOKENS)
-    """Longest response; empty takes rollout.max_tokens."""
+    """Most tokens of a reply; empty takes rollout.max_tokens."""
     limit: int | None = Field(default=None, ge=1, le=1_000_000_000)
-    """Take only the first so many tasks; empty takes all."""
+    """Use only the first so many tasks; empty uses all."""
     workflow: str | None = None
     """A workflow of its own; empty takes the run's."""
     workflow_args: dict[str, Any] = {}
@@ -167,6 +167,6 @@ class EvalSection(Section):
     sets: dict[str, EvalSet] = {}
     """Evaluation sets by name."""
     metrics: tuple[str, ...] = ()
-    """"module:function" of your own: gets the episodes of a set, a list per task, and returns {name: number}."""
+    """"module:function" of your own, from the episodes of a set (a list per task) to {name: number}."""
 
     effects: ClassVar = when.HAS_SETS("every", "before", "after", "metrics")

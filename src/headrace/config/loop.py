@@ -1,4 +1,4 @@
-"""How rollouts and learning go on beside each other, and what a simulation of it assumes."""
+"""Steps, schedule, checkpoints and alarms of training; and the assumptions of a simulation."""
 
 from __future__ import annotations
 
@@ -13,52 +13,53 @@ from headrace.config.effect import always, declare
 
 
 class TrainerSection(Section):
-    """The loop."""
+    """Steps, batches, placement, staleness and checkpoints."""
 
     steps: int = Field(default=100, ge=1, le=MOST_STEPS)
     """Optimizer steps."""
     batch_size: int = Field(default=16, ge=1, le=65_536)
     """Tasks (groups) per batch."""
     updates_per_batch: int = Field(default=1, ge=1, le=65_536)
-    """Optimizer steps on each batch, each on an equal share of its rows. Above 1 all but the first are off-policy, and
-    the losses' ratios and clips come into play."""
+    """Optimizer steps on each batch, each on an equal share of its rows. Above 1, all but the first are off-policy, and
+    the ratios and clips of the losses take effect."""
     placement: Literal["colocate", "separate"] = "colocate"
-    """Where the engine runs: "colocate" shares device and weights with the learner; "separate" is a process of its own
-    that receives weights."""
+    """Where the engine runs: "colocate" shares device and weights with the learner; "separate" is another process, to
+    which weights are synced."""
     max_staleness: int = Field(default=0, ge=0, le=1_000_000)
-    """How many versions generation may run ahead of training; 0 is on-policy. What happens to work that has grown older
-    is up to trainer.staleness."""
+    """How many versions generation may run ahead of training; 0 is synchronous and on-policy. trainer.staleness decides
+    about older tokens."""
     staleness: str = "trust"
-    """What is done about work older than max_staleness: "count" (nothing), "drop", "wait", "mask", "trust" (train what
-    has not diverged), or "module:class"."""
+    """Policy for tokens older than max_staleness: "count" only counts them, "drop" drops the group, "wait" starts no
+    group that could become so old, "mask" leaves the tokens out, "trust" trains those where the policy has hardly
+    changed; or "module:class" of your own."""
     partial_rollouts: bool = True
-    """Sequences in flight when new weights come carry on under them; false lets all of them finish first."""
+    """Sequences in flight continue with the new weights after a weight sync; false waits until all have finished."""
     stream: bool | None = None
-    """Start learning on the first whole groups of a step while the others are still generated. Empty: where the engine
-    is separate."""
+    """Compute gradients of the first complete groups of a step while the others are still generated. Empty: true if the
+    engine is separate."""
     release_cache: bool | None = None
-    """colocate: free the engine's cache while learning. Sequences in flight wait, and are computed again afterwards.
-    Empty: where none can be in flight (max_staleness 0)."""
+    """colocate: clear the engine's cache while the learner trains. Sequences in flight wait, and their cache is then
+    computed again. Empty: true if none can be in flight (max_staleness 0)."""
     save_every: int = Field(default=0, ge=0, le=MOST_STEPS)
-    """Checkpoint every so many steps; 0 never (the last step is still saved when save_last is true)."""
+    """Save a checkpoint every so many steps; 0 never (save_last still saves the last step)."""
     save_every_s: float = Field(default=600.0, ge=0, le=1e9)
-    """Checkpoint, too, when so many seconds have passed since the last one; 0 never. It bounds what a kill costs, and
-    changes no result."""
+    """Also save a checkpoint when so many seconds have passed since the last one; 0 never. It limits the work that a
+    kill loses, and changes no result."""
     save_last: bool = True
-    """Checkpoint after the last step."""
+    """Save a checkpoint after the last step."""
     keep_last: int = Field(default=2, ge=1, le=1_000_000)
-    """Newest checkpoints kept; those of save_every come first, and the newest of all is kept beside them."""
+    """How many of the newest checkpoints are kept: those of save_every first, and always the newest of all."""
     keep_best: int = Field(default=0, ge=0, le=1_000_000)
-    """Checkpoints kept beside those: the ones whose evaluation was best by best_metric."""
+    """How many more checkpoints are kept: those with the best evaluation by best_metric."""
     best_metric: str | None = None
-    """What keep_best goes by, such as "eval/NAME/pass@1"; the higher the better. Empty: pass@1 of the only set."""
+    """The metric of keep_best, such as "eval/NAME/pass@1"; higher is better. Empty: pass@1 of the only set."""
     save_async: bool | None = None
-    """Copy the state, which takes memory, and write the copy while training goes on. Empty: where the backend can."""
+    """Copy the state, which takes memory, and write the copy while training continues. Empty: if the backend can."""
     callbacks: tuple[str, ...] = ()
-    """"module:class" of your own Callbacks, told of every step, publication and evaluation."""
+    """"module:class" of your own Callbacks, called at every step, weight sync and evaluation."""
     hook_timeout_s: float = Field(default=3600.0, gt=0, le=LONGEST_S)
-    """Longest duration of one call of your code that no other time limit covers: a callback, a grouping hook, an
-    estimator, an evaluation metric, `start` of a workflow. Over it, the run ends."""
+    """Time limit of one call of your code that has no other limit: a callback, a grouping hook, an estimator, an
+    evaluation metric, `start` of a workflow. A call that exceeds it ends the run."""
 
     effects: ClassVar = declare(
         always("steps", "batch_size", "updates_per_batch", "stream", "callbacks", "hook_timeout_s"),
@@ -75,29 +76,29 @@ class TrainerSection(Section):
 
 
 class ProduceSection(Section):
-    """How rollouts are started and handed to the learner."""
+    """How many groups are started, and which are trained first."""
 
     over_sample: float | None = Field(default=None, ge=0, le=1_000_000)
-    """Groups started beyond those that a step needs, as a share of them: the first whole ones are trained, the others
-    carry on. Empty: as many as trainer.max_staleness allows."""
+    """Extra groups that a step starts, as a share of those that it needs. The first complete groups are trained, the
+    others continue. Empty: as many as trainer.max_staleness allows."""
     order: Literal["fifo", "oldest_version", "newest"] = "fifo"
-    """Which whole groups are trained first: those that became whole first, those with the oldest tokens, or those that
-    became whole last."""
+    """Which complete groups are trained first: the first to complete, those with the oldest tokens, or the last to
+    complete."""
     capacity: int | None = Field(default=None, ge=1, le=1_000_000_000)
-    """Most groups that run or wait to be trained at once. Empty: twice what max_staleness lets run ahead."""
+    """Most groups that may run or wait at once. Empty: twice as many as max_staleness lets run ahead."""
     reuse: int = Field(default=1, ge=1, le=65_536)
-    """Train each group up to so many times; losses with a ratio correct for what has changed since."""
+    """Train each group up to so many times; the loss must have a ratio, which corrects for the newer policy."""
     spill_above_mb: float = Field(default=1024.0, gt=0, le=1e9)
-    """Whole groups that wait to be trained are kept on disk beyond so much memory."""
+    """Memory for complete groups that wait to be trained; further ones wait on disk."""
 
     effects: ClassVar = declare(always("reuse", "spill_above_mb"), when.AHEAD("over_sample", "order", "capacity"))
 
 
 class AlarmSection(Section):
-    """What happens when the learner's log-probabilities differ from those that the same version sampled with."""
+    """Limits on the difference between the log-probabilities of learner and sampler at the same version."""
 
     warn_drift: float = Field(default=0.02, gt=0, le=1000)
-    """Mean absolute difference above which a warning is given."""
+    """Mean absolute difference above which the run warns."""
     stop_drift: float = Field(default=0.5, gt=0, le=1000)
     """Mean absolute difference above which the run ends: the engine does not have the weights it should have."""
 
@@ -107,8 +108,11 @@ class AlarmSection(Section):
 
 
 class DriftSection(Section):
-    """How far a simulated policy moves. A token's log-probability changes by a normal number whose standard deviation
-    is the task's factor times sigma times age to the power `power`."""
+    """How far a simulated policy moves.
+
+    The log-probability of a token changes by a normal number. Its standard deviation is the task's factor times sigma
+    times age to the power `power`.
+    """
 
     sigma: float = Field(default=0.05, ge=0, le=1000)
     """Standard deviation of the change of a token's log-probability after one version."""
@@ -118,7 +122,7 @@ class DriftSection(Section):
     """The policy moves more on some tasks than on others: a task's factor is lognormal, with this standard deviation of
     its logarithm."""
     noise: float = Field(default=0.0, ge=0, le=1000)
-    """Standard deviation of what sampler and learner differ by at the same version, from rounding."""
+    """Standard deviation of the difference between sampler and learner at the same version, from rounding."""
 
     effects: ClassVar = declare(
         when.AHEAD("sigma", "power", "spread", "noise"), when.MEASURES_DRIFT("sigma", "power", "spread", "noise")
@@ -129,17 +133,18 @@ class SimulateSection(Section):
     """What `headrace simulate` assumes, and which settings it compares."""
 
     from_run: Path | None = None
-    """Folder of a run whose durations (and shares of failed and filtered work) are taken; empty takes those below."""
+    """Folder of a run whose measured durations (and shares of failed and filtered work) are used; empty uses those
+    below."""
     group_s: float = Field(default=10.0, gt=0, le=LONGEST_S)
-    """Median seconds from the start of a group until it is whole."""
+    """Median seconds from the start of a group until it is complete."""
     group_spread: float = Field(default=0.3, ge=0, le=100)
-    """How they vary: standard deviation of their logarithm."""
+    """Spread of these seconds: the standard deviation of their logarithm."""
     slow_share: float = Field(default=0.0, ge=0, le=1)
     """Share of tasks that are slow."""
     slow_factor: float = Field(default=10.0, ge=1, le=1e6)
     """How many times longer slow tasks take."""
     learn_s: float = Field(default=5.0, gt=0, le=LONGEST_S)
-    """Seconds of one training step, with the publication of its weights."""
+    """Seconds of one training step, including its weight sync."""
     failed_share: float = Field(default=0.0, ge=0, lt=1)
     """Share of episodes that fail."""
     filtered_share: float = Field(default=0.0, ge=0, lt=1)
@@ -147,18 +152,18 @@ class SimulateSection(Section):
     tokens: int = Field(default=32, ge=1, le=MOST_TOKENS)
     """Tokens of a simulated episode."""
     token_place: float = Field(default=0.5, ge=0, le=1)
-    """Where in the duration of a group its tokens are sampled, on average: 0.5 spreads them evenly over it; less means
-    that it waits (for tools, for a judge) after them, more that it waits before."""
+    """When a group's tokens are sampled within its duration, on average: 0.5 spreads them evenly; below 0.5 the group
+    waits after them (for tools, for a judge), above 0.5 before."""
     slow_token_place: float | None = Field(default=None, ge=0, le=1)
     """The same for slow tasks; empty takes token_place."""
     steps: int = Field(default=500, ge=1, le=MOST_STEPS)
     """Training steps that are simulated."""
     warmup: int | None = Field(default=None, ge=0, le=MOST_STEPS)
-    """First steps that do not count in the figures; empty for a quarter of them."""
+    """First steps that the results leave out; empty for a quarter of all steps."""
     grid: dict[str, tuple[Any, ...]] = {}
     """Settings to compare: a key of the run file and its values. Every combination is simulated."""
     drift: DriftSection = DriftSection()
-    """How far the policy moves, for policies that measure it."""
+    """How far the policy moves, for staleness policies that measure it."""
 
     effects: ClassVar = declare(
         always("from_run", "steps", "warmup", "grid"),

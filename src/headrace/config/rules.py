@@ -237,7 +237,7 @@ def _schedule(config: RunConfig) -> Iterator[str]:
     trainer, produce, bound = config.trainer, config.produce, config.trainer.max_staleness
     if bound and config.algorithm.objective == "dpo" and trainer.staleness in ("mask", "trust"):
         yield (
-            f'staleness "{trainer.staleness}" leaves single tokens out, and dpo compares whole responses; '
+            f'staleness "{trainer.staleness}" leaves single tokens out, and dpo compares complete responses; '
             f'set trainer.staleness = "wait", "drop" or "count"'
         )
     if bound and (produce.over_sample or 0) > bound:

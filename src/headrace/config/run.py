@@ -1,4 +1,4 @@
-"""What is trained, where it is kept, and who is told."""
+"""The model, its optimizer and backend, the run folder, trackers and ledger."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class RunSection(Section):
     dir: Path = Path("runs")
     """Folder that holds runs."""
     resume: str = "auto"
-    """What is done about earlier work. "auto" goes on with an unfinished run in the folder; "never" leaves it alone and
-    starts NAME-2; a checkpoint, or the folder of another run, is where a new run starts from."""
+    """"auto" resumes an unfinished run in the folder. "never" starts a new run, NAME-2. The path of a checkpoint, or of
+    another run's folder, starts a new run from there."""
     seed: int = Field(default=0, ge=-(2**63), lt=2**63)
     """Seeds task order, sampling and initialisation."""
     deterministic: bool = False
-    """Make two runs of the same file equal to the bit: each sequence is computed in products of fixed shape, so that
-    it does not depend on what else happens to be in the batch, by a fixed number of threads (backend.threads). Costs
-    some speed."""
+    """Make two runs of the same file equal bit for bit, at some cost in speed. Each sequence is computed in blocks of
+    fixed shape, so that the result does not depend on the rest of the batch, with a fixed number of threads
+    (backend.threads)."""
 
     effects: ClassVar = always("name", "dir", "resume", "seed", "deterministic")
 
@@ -58,7 +58,7 @@ class LoraSection(Section):
     alpha: float = Field(default=32.0, gt=0, le=1e6)
     """Scale of the adapters; the update is alpha / rank times B A."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout on the adapters' input, while training only. Anything but 0 makes sampler and learner differ."""
+    """Dropout on the adapters' input, in training only. Above 0, sampler and learner differ."""
     targets: tuple[str, ...] = Field(
         default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), min_length=1
     )
@@ -79,28 +79,28 @@ class ModelSection(Section):
     lora: LoraSection = LoraSection()
     """Adapters; leave rank at 0 to train all weights."""
     fast_path: bool = True
-    """Use Headrace's own forward for the Llama family; false always uses the transformers forward."""
+    """Use Headrace's own forward pass for models of the Llama family; false always uses that of transformers."""
 
     effects: ClassVar = declare(when.NAMED_HERE("name"), when.NOT_TINKER("dtype", "fast_path"))
 
 
 class BackendSection(Section):
-    """What trains."""
+    """What computes gradients and updates the model."""
 
     name: str = "local"
     """A registered backend."""
     micro_batch_tokens: int = Field(default=3072, ge=1, le=MOST_TOKENS)
-    """Tokens packed into one forward and backward pass; those that a row has in common with the one before it count a
-    quarter."""
+    """Tokens packed into one forward and backward pass. A token in a prefix that a row shares with the row before it
+    counts a quarter."""
     logits_chunk: int = Field(default=2048, ge=1, le=MOST_TOKENS)
-    """Positions whose logits are in memory at once."""
+    """Positions whose logits are held in memory at once."""
     share_prefixes: bool = True
-    """Run what rows of a pass begin alike with (a group's prompt, the turns of a conversation) only once."""
+    """Prefix sharing: compute a prefix that rows share (a group's prompt, the turns of a conversation) only once."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, a third more time."""
     threads: int = Field(default=0, ge=0, le=4096)
-    """Threads of the tensor library; 0 leaves its own choice, and is 2 with run.deterministic, whose results depend on
-    it."""
+    """Threads of the tensor library. 0 lets it choose; with run.deterministic, whose results depend on the number, 0
+    means 2."""
 
     effects: ClassVar = declare(
         always("name", "micro_batch_tokens"),
@@ -119,19 +119,19 @@ class OptimizerSection(Section):
     betas: tuple[Decay, Decay] = (0.9, 0.95)
     """Decay of the first and second moment."""
     eps: float = Field(default=1e-8, gt=0, le=1)
-    """Added to the denominator."""
+    """Added to the denominator of the update, for numerical stability."""
     weight_decay: float = Field(default=0.0, ge=0, le=1000)
     """Decoupled weight decay, on matrices only."""
     grad_clip: float = Field(default=1.0, ge=0, le=1e9)
     """Largest norm of the gradient; 0 does not clip."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate falls after warm-up."""
+    """How the learning rate decays after the warm-up."""
     warmup_steps: int = Field(default=0, ge=0, le=MOST_STEPS)
     """Steps over which the learning rate rises from 0."""
     warmup_ratio: float = Field(default=0.0, ge=0, le=1)
-    """Warm-up as a share of all steps; used where warmup_steps is 0."""
+    """Warm-up as a share of all steps; used if warmup_steps is 0."""
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
-    """Share of the peak at which linear and cosine end."""
+    """Learning rate at the end of a linear or cosine schedule, as a share of the peak."""
 
     effects: ClassVar = declare(
         always("lr", "betas", "eps", "weight_decay", "grad_clip", "schedule", "warmup_steps"),
@@ -155,10 +155,10 @@ class LedgerSection(Section):
     """The durable record of the run, ledger.sqlite in its folder."""
 
     enabled: bool = True
-    """Record every dispatched task, model call, episode, decision and training batch, so that a killed run goes on
-    where it was."""
+    """Record every dispatched task, model call, episode, decision and training batch, so that a killed run can be
+    resumed without losing any."""
     keep_steps: int = Field(default=0, ge=0, le=MOST_STEPS)
-    """Keep what was said in episodes that were trained, or thrown away, up to so many steps ago; of older ones only the
-    figures. 0 keeps everything."""
+    """Keep the messages and tokens of episodes for so many steps after they were trained or dropped; of older episodes
+    keep only the numbers. 0 keeps everything."""
 
     effects: ClassVar = declare(always("enabled"), when.LEDGER("keep_steps"), when.PRUNES("keep_steps"))

@@ -40,11 +40,11 @@ class TinkerSection(Section):
     ttl_s: int | None = Field(default=None, ge=3600, le=LONGEST_S)
     """Seconds after which the service may delete the states of checkpoints; empty keeps them."""
     segment_tokens: int | None = Field(default=None, ge=1, le=MOST_TOKENS)
-    """Sample replies in requests of so many tokens. A reply then goes on under new weights, and pauses take effect, at
-    the next of them. Empty: one request per reply, which ends under the weights it began with."""
+    """Sample replies in requests of so many tokens. A reply then continues with new weights, and pauses take effect, at
+    its next request. Empty: one request per reply, which keeps the weights that it began with."""
     vocabulary: int | None = Field(default=None, ge=2, le=MOST_TOKENS)
-    """Tokens that the model can put out. If it is set, the log-probability of every one of them is asked for wherever a
-    token is scored: for temperatures other than 1 and an entropy bonus. Only for small vocabularies."""
+    """Size of the model's vocabulary. If it is set, the service is asked for the log-probability of every token of it
+    wherever one is scored, as temperatures other than 1 and an entropy bonus need. Only for small vocabularies."""
 
     effects: ClassVar = declare(
         when.TINKER("base_url", "api_key_env", "model", "tokenizer", "renderer_name", "rank", "train_attn"),
