@@ -243,7 +243,12 @@ def test_a_source_of_bad_rows_only_is_an_error_that_shows_them(tmp_path: Path) -
         ({"q": None}, {"columns": {"instruction": "q"}}, 'row 1: instruction: the column "q" is empty'),
         ({"q": 5}, {"columns": {"instruction": "q"}}, "instruction must be text, got 5"),
         ({"a": 5}, {"template": "{q}"}, 'row 1: template: there is no column "q"; the row has a'),
-        (Task("t", instruction="a"), {"template": "{q}"}, "this is a Task already; remove them"),
+        (
+            Task("t", instruction="a"),
+            {"template": "{q}"},
+            "columns and template are for rows, and this is a Task already",
+        ),
+        (Task("t", instruction="a"), {"keep_columns": True}, "keep_columns is for rows, and this is a Task already"),
     ],
 )
 def test_a_row_that_does_not_fit_says_what_was_expected(row: Any, settings: dict[str, Any], says: str) -> None:

@@ -37,7 +37,7 @@ def loss_facts(algorithm: AlgorithmSection) -> dict[str, LossFacts]:
 
 
 def group_by_group(algorithm: AlgorithmSection) -> bool:
-    """Whether no estimator of the run compares groups with each other: they can be trained as they come."""
+    """Whether no estimator of the run compares groups with each other: they can be trained one by one."""
     return all(one.one_group for one in estimator_facts(algorithm).values())
 
 

@@ -178,7 +178,7 @@ def contained(what: str, limit_s: float | None = None) -> Iterator[None]:
             if section is not None:
                 _sections.remove(section)
     except StopIteration as error:  # a coroutine cannot raise it
-        raise escape_of(error, what) from error
+        raise escape_of(error, what) from None  # contextlib would take an error with this cause for the StopIteration
     except Exception:
         raise
     except Overdue as error:

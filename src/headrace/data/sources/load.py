@@ -78,8 +78,9 @@ def _task_of(row: Row, section: SourceSection) -> Task:
         raise row.value
     mapped = bool(section.columns or section.template is not None)
     if isinstance(row.value, Task):
-        if mapped:
-            raise DataError(f"{row.where}: columns and template are for rows, and this is a Task already; remove them")
+        if mapped or section.keep_columns:
+            given = "keep_columns is" if not mapped else "columns and template are"
+            raise DataError(f"{row.where}: {given} for rows, and this is a Task already; remove the setting")
         return row.value
     if not isinstance(row.value, dict):
         raise DataError(f"{row.where}: expected an object with messages or an instruction, got {row.value!r}")
