@@ -29,8 +29,8 @@ class TrainerSection(Section):
     """How many versions generation may run ahead of training; 0 is synchronous and on-policy. trainer.staleness decides
     about older tokens."""
     staleness: str = "trust"
-    """Policy for tokens older than max_staleness: "count" only counts them, "drop" drops the group, "wait" starts no
-    group that could become so old, "mask" leaves the tokens out, "trust" trains those where the policy has hardly
+    """Policy for tokens older than max_staleness: "count" only counts them, "drop" drops the group, "wait" waits
+    for groups before they become so old, "mask" leaves the tokens out, "trust" trains those where the policy has hardly
     changed; or "module:class" of your own."""
     partial_rollouts: bool = True
     """Sequences in flight continue with the new weights after a weight sync; false waits until all have finished."""
