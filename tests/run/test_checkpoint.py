@@ -125,7 +125,7 @@ async def test_a_flipped_bit_in_any_file_is_noticed_and_the_one_before_used(
     told: list[str] = []
     assert await newest(tmp_path, told) == (5, 5)
     assert f"step_000010 is damaged: {file} " in told[0] and "passed over for the one before" in told[0]
-    assert "loaded" in told[1] and "step_000005" in told[1]
+    assert "resuming from" in told[1] and "step_000005" in told[1]
     assert "damaged_step_000010" in told[2]
     assert [folder.name for folder in list_checkpoints(tmp_path)] == ["step_000005"]
 
