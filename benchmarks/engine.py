@@ -44,6 +44,7 @@ from roof import products, read_gbps, stack_seconds, weight_bytes
 from transformers import AutoConfig, GenerationConfig
 
 from headrace.backends.local.backend import LocalBackend
+from headrace.backends.setup import attach_engine, choose
 from headrace.config import ModelSection
 from headrace.config.loading import build_config
 from headrace.engines.base import SamplingParams
@@ -82,7 +83,7 @@ class Engine:
         self.name = "engine" if weights == "float32" else weights
         self._runner = asyncio.Runner()
         config = build_config({"model": {"name": model}, "engine": {"max_batch": max_batch, "weights": weights}})
-        self._engine = LocalBackend(config).create_engine()
+        self._engine = attach_engine(config, LocalBackend(config), choose(config)).engine
 
     def seconds(self, prompts: Prompts, tokens: int) -> float:
         return self._runner.run(self._generate(prompts, tokens))

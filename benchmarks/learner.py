@@ -56,7 +56,9 @@ from headrace.config.loading import build_config
 from headrace.data.sample import Sample, TrainBatch
 from headrace.errors import HeadraceError
 from headrace.models.catalog import resolve_model
+from headrace.models.modules import trained_parameters
 from headrace.utils.memory import peak_mb, reset_peak
+from headrace.weights.digest import fingerprint
 
 IMITATE = AlgorithmSection(loss="cross_entropy")
 PARTS = ("utilisation", "lengths", "logits", "memory")
@@ -368,7 +370,7 @@ def _growth_mb(settings: dict[str, Any], rows: int, prompt: int, reply: int) -> 
     backend = LocalBackend(config)
     vocabulary = backend.hf_model.config.vocab_size
     batch = new_batch(vocabulary, rows, 1, prompt, reply, config.backend.micro_batch_tokens)
-    backend.fingerprint()  # reads every weight: some may have been in the file only
+    fingerprint(trained_parameters(backend.hf_model))  # reads every weight: some may have been in the file only
     reset_peak()
     before = peak_mb()
     asyncio.run(timed_pass(backend, batch))

@@ -33,10 +33,11 @@ from headrace.engines.torch.lane import Lane
 from headrace.models.catalog import resolve_model
 from headrace.models.llama import LlamaModel
 from headrace.trainer.learner_step import Learner
-from headrace.trainer.trainer import UnifiedTrainer
+from headrace.trainer.loops import TrainingLoops
+from headrace.weights.sync import WeightSync
 
 PARTS: tuple[tuple[str, type, str], ...] = (
-    ("step", UnifiedTrainer, "_make_step"),
+    ("step", TrainingLoops, "_make_step"),
     ("- engine", Lane, "advance"),
     ("  - prefill", LlamaModel, "prefill"),
     ("  - decoding and sampling", LlamaModel, "decode_and_sample"),
@@ -44,10 +45,10 @@ PARTS: tuple[tuple[str, type, str], ...] = (
     ("  - tensors of the tokens", TokenTensors, "__init__"),
     ("  - forward pass", LlamaModel, "hidden"),
     ("  - backward pass", torch.Tensor, "backward"),
-    ("- update", UnifiedTrainer, "_update"),
+    ("- update", TrainingLoops, "_update"),
     ("  - optimizer", LocalBackend, "optim_step"),
-    ("  - weight sync", LocalBackend, "publish"),
-    ("- metrics and callbacks", UnifiedTrainer, "_end_of_step"),
+    ("  - weight sync", WeightSync, "sync"),
+    ("- metrics and callbacks", TrainingLoops, "_end_of_step"),
 )
 REST = "- the way from one to the next: workflows, judging, the ledger"
 Timings = defaultdict[str, list[float]]

@@ -29,8 +29,9 @@ from typing import Any
 from headrace.algorithms.batching import grad_scale, pack
 from headrace.backends.base import Backend
 from headrace.backends.local.backend import LocalBackend
+from headrace.backends.setup import attach_engine, choose
 from headrace.backends.tinker.backend import TinkerBackend
-from headrace.config import AlgorithmSection
+from headrace.config import AlgorithmSection, RunConfig
 from headrace.config.loading import build_config
 from headrace.data.sample import Sample
 from headrace.engines.base import SamplingParams
@@ -66,9 +67,9 @@ class Course:
     """Everything else: log-probabilities in each step, gradient norms."""
 
 
-async def random_rows(backend: LocalBackend, count: int, seed: int) -> list[Sample]:
+async def random_rows(config: RunConfig, backend: LocalBackend, count: int, seed: int) -> list[Sample]:
     """Rows that the model finds likely, with prompts, trained stretches and advantages of both signs."""
-    rng, rows, engine = random.Random(seed), [], backend.create_engine()
+    rng, rows, engine = random.Random(seed), [], attach_engine(config, backend, choose(config)).engine
     for index in range(count):
         params = SamplingParams(max_tokens=rng.randint(6, 30), ignore_eos=True)
         made = await engine.generate([rng.randrange(3, 500) for _ in range(4)], params, seed * count + index)
@@ -115,7 +116,8 @@ async def course(backend: Backend, rows: Sequence[Sample], algorithm: AlgorithmS
 async def compare(name: str, seed: int, one_pass: bool) -> dict[str, float]:
     """The largest differences between the two backends, and how far the policy moved."""
     algorithm = AlgorithmSection(**CASES[name])
-    local = LocalBackend(build_config({**SETTINGS, "run": {"seed": seed}, "model": {"lora": {"rank": 4}}}))
+    config = build_config({**SETTINGS, "run": {"seed": seed}, "model": {"lora": {"rank": 4}}})
+    local = LocalBackend(config)
     tinker = TinkerBackend(
         build_config(
             {
@@ -127,7 +129,7 @@ async def compare(name: str, seed: int, one_pass: bool) -> dict[str, float]:
             }
         )
     )
-    rows = await sampled(local, await random_rows(local, 8, seed), seed)
+    rows = await sampled(local, await random_rows(config, local, 8, seed), seed)
     ours, theirs = await course(local, rows, algorithm), await course(tinker, rows, algorithm)
     await local.close()
     await tinker.close()

@@ -33,9 +33,10 @@ from learner import IMITATE, new_batch
 from headrace.algorithms.batching import grad_scale
 from headrace.backends.local.backend import LocalBackend
 from headrace.config.loading import build_config
-from headrace.engines.process.engine import ProcessEngine
+from headrace.engines.builtin import torch_engine
 from headrace.errors import HeadraceError
 from headrace.models.modules import trained_parameters
+from headrace.weights.sync import WeightSync
 
 TARGET = 0.5
 COPIES = ("plain copy, torch", "plain copy, numpy")
@@ -56,9 +57,10 @@ class SyncedPair:
     def __init__(self, model: str) -> None:
         config = build_config({"model": {"name": model}, "trainer": {"placement": "separate"}})
         self.backend = LocalBackend(config)
-        engine = self.backend.create_engine()
-        assert isinstance(engine, ProcessEngine)
-        self.engine = engine
+        host = self.backend.host("shared_memory")
+        self.engine = torch_engine(config, host)
+        self._weights, self._sender = host.weights, host.sender
+        self._sync = WeightSync(host.weights, host.sender, self.engine)
         self.nbytes = sum(parameter.nbytes for parameter in trained_parameters(self.backend.hf_model))
         self._batch = new_batch(self.backend.hf_model.config.vocab_size, 1, 1, 4, 4)
         self._version = 0
@@ -76,15 +78,16 @@ class SyncedPair:
         by_torch, _ = await timed(asyncio.to_thread(self._target.copy_, self._source))
         by_numpy, _ = await timed(asyncio.to_thread(np.copyto, self._target.numpy(), self._source.numpy()))
         self._version += 1
-        synced, _ = await timed(self.backend.publish(self._version))
+        synced, _ = await timed(self._sync.sync(self._version))
         await self.step()
         return {COPIES[0]: by_torch, COPIES[1]: by_numpy, SYNC: synced, **await self._parts()}
 
     async def _parts(self) -> Timings:
         self._version += 1
-        hashed, ours = await timed(asyncio.to_thread(self.backend.fingerprint))
-        staged, buffer = await timed(asyncio.to_thread(self.engine.stage))
-        loaded, theirs = await timed(self.engine.load_weights(self._version, buffer))
+        hashed, ours = await timed(self._weights.fingerprint())
+        await self.engine.begin_update(self._version)
+        staged, _ = await timed(self._sender.send(self._version))
+        loaded, theirs = await timed(self.engine.end_update(self._version))
         assert theirs == ours, "the engine holds other weights than the learner"
         taken, _ = await timed(self.engine.resume())  # it is not paused: an empty round trip
         return {

@@ -5,14 +5,14 @@ from __future__ import annotations
 from asyncio import to_thread
 from collections.abc import Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from headrace.backends.base import Scorer, Trained, refuse_changed
 from headrace.backends.local import token_losses as losses
-from headrace.backends.local.backend import eos_token_ids
-from headrace.backends.local.engines import LocalEngine, new_engine
+from headrace.backends.local.host import eos_token_ids, new_host
 from headrace.backends.local.optim import apply_gradient, new_adamw
 from headrace.backends.local.storage import export_folder, load_state, save_state
 from headrace.backends.local.teacher import Teacher
@@ -20,28 +20,30 @@ from headrace.backends.local.tokens import TokenTensors
 from headrace.config import AlgorithmSection, RunConfig
 from headrace.data.episode import Step
 from headrace.data.sample import Sample, TrainBatch
+from headrace.engines.base import ModelHost
 from headrace.errors import BackendError
 from headrace.models.causal import build_causal_model
 from headrace.models.load import load_model, load_tokenizer
 from headrace.models.modules import trained_parameters
 from headrace.tracking.metrics import MetricsAggregator
-from headrace.weights.base import SyncedWeights
-from headrace.weights.digest import fingerprint
+from headrace.weights.in_place import InPlace
+from headrace.weights.source import ModelWeights
 
-IGNORED = ["run.deterministic", "algorithm.value_head", "distill.refresh_every", "engine.name", "engine.threads"]
+IGNORED = ["run.deterministic", "algorithm.value_head", "distill.refresh_every"]
 IGNORED += [f"backend.{key}" for key in ("logits_chunk", "share_prefixes", "gradient_checkpointing", "threads")]
 
 
 class OwnBackend:
     """Calls come one at a time, from the event loop: tensor work goes to a thread, and there is nothing to lock."""
 
+    transports: ClassVar[tuple[str, ...]] = ("in_place", "shared_memory")
+
     def __init__(self, config: RunConfig) -> None:
         self._config = config
         torch.manual_seed(config.run.seed)
         self.tokenizer = load_tokenizer(config.model.name)
         self._model = load_model(config.model).train()
-        self._weights = trained_parameters(self._model)
-        self._optimizer = new_adamw(self._weights, config.optimizer)
+        self._optimizer = new_adamw(trained_parameters(self._model), config.optimizer)
         self._ends = eos_token_ids(self._model, self.tokenizer)
         self._reference: torch.nn.Module | None = None
         self._teacher: Teacher | None = None
@@ -51,10 +53,9 @@ class OwnBackend:
         refuse_changed(config, *IGNORED)
         losses.require_known_losses(config)
 
-    def create_engine(self) -> LocalEngine:
+    def host(self, transport: str) -> ModelHost:
         model = build_causal_model(self._model, self._config.model.fast_path)  # on the same weights
-        self._engine = new_engine(self._config, self._model, model, self.tokenizer, self._ends)
-        return self._engine
+        return new_host(transport, self.tokenizer, self._model, InPlace(model), ModelWeights(self._model))
 
     async def forward_backward(self, batch: TrainBatch, algorithm: AlgorithmSection) -> Trained:
         return await to_thread(self._forward_backward, batch, algorithm)
@@ -103,9 +104,8 @@ class OwnBackend:
         self._teacher = self._teacher or await to_thread(Teacher, self._config, self.tokenizer, self._ends)
         return await to_thread(self._teacher.logprobs, steps)
 
-    async def publish(self, version: int) -> SyncedWeights:
-        ours = await to_thread(fingerprint, self._weights)
-        return SyncedWeights.confirmed(version, ours, await self._engine.load_weights(version))
+    async def refresh_teacher(self) -> None:
+        raise BackendError("this backend has no teacher that is refreshed")  # check refuses runs that need one
 
     async def save(self, folder: Path) -> None:
         await to_thread(save_state, folder, self._model, self._optimizer)

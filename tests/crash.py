@@ -194,10 +194,10 @@ def _live(request: dict[str, Any], server: socket.socket, output: Path) -> None:
     code = 1
     try:
         import crash_scenarios
-        import headrace.backends.local.engines as engines
+        import headrace.engines.builtin as engines
         from headrace.engines.process.engine import ProcessEngine
 
-        engines.ProcessEngine = lambda model, options: ProcessEngine(model, options, _launcher(server))  # type: ignore[assignment]
+        engines.ProcessEngine = lambda weights, options: ProcessEngine(weights, options, _launcher(server))  # type: ignore[assignment]
         watch = Watch(Kill(**request["kill"]), server)
         watch.everything()
         crash_scenarios.train(request["scenario"], Path(request["run_dir"]))

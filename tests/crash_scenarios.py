@@ -29,7 +29,7 @@ _BASE: dict[str, Any] = {
 _NULL: dict[str, Any] = {
     "backend": {"name": "null"},
     "data": {"tasks": "crash_scenarios:few_tasks"},
-    "engine": {"health_every_s": 1000.0},
+    "engine": {"name": "null", "health_every_s": 1000.0},
     "eval": {"sets": {"dev": {"tasks": "crash_scenarios:few_tasks", "args": {"count": 2}}}},
 }
 _SEPARATE: dict[str, Any] = {"trainer": {"placement": "separate"}}

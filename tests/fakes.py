@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from hypothesis import settings
 
@@ -19,7 +19,7 @@ from headrace.config import RunConfig
 from headrace.config.effect import idle_settings
 from headrace.config.loading import build_config
 from headrace.data.episode import Episode, FinishReason, Step, Trajectory
-from headrace.engines.base import EngineHealth, Generation, SamplingParams
+from headrace.engines.base import EngineAbilities, EngineHealth, Generation, ModelHost, SamplingParams
 from headrace.errors import EngineError, PromptTooLongError
 from headrace.rollout.chat import ChatTemplate
 
@@ -101,8 +101,6 @@ class FakeEngine:
     per request; `breaks` makes every request fail; `room` is the longest prompt.
     """
 
-    shares_weights = True
-
     def __init__(
         self,
         reply: Callable[[int], str | Sequence[int]] = random_word,
@@ -161,9 +159,11 @@ class FakeEngine:
 
     async def resume(self) -> None: ...
 
-    async def load_weights(self, version: int, weights: Any = None) -> str:
+    async def begin_update(self, version: int) -> None: ...
+
+    async def end_update(self, version: int) -> str:
         self.version = version
-        return f"weights of version {version}"
+        return FakeWeights.FINGERPRINT
 
     async def pin(self) -> int:
         self.pinned = self.version
@@ -181,6 +181,46 @@ class FakeEngine:
         return EngineHealth(True, False, self.version, self.busy, 0, 0, 0.0, restarts=self.restarts)
 
     async def close(self) -> None: ...
+
+
+class FakeWeights:
+    """Source and sender of weights that are none, for a `FakeEngine`."""
+
+    FINGERPRINT = "0" * 16
+    in_place = True
+
+    async def fingerprint(self) -> str:
+        return self.FINGERPRINT
+
+    async def send(self, version: int) -> None: ...
+
+
+IN_PLACE = EngineAbilities(("in_place",))
+
+
+@dataclass(frozen=True)
+class FakeEngines:
+    """An engine as it is registered: `new_engine` makes it, and `can` says what it can do."""
+
+    new_engine: Callable[[], FakeEngine] = FakeEngine
+    can: EngineAbilities = IN_PLACE
+
+    def abilities(self, config: RunConfig) -> EngineAbilities:
+        return self.can
+
+    def __call__(self, config: RunConfig, host: ModelHost) -> FakeEngine:
+        return self.new_engine()
+
+
+class FakeHost:
+    """The part of a backend that an engine meets."""
+
+    tokenizer = CharTokenizer()
+    transports: ClassVar[tuple[str, ...]] = ("in_place",)
+
+    def host(self, transport: str) -> ModelHost:
+        weights = FakeWeights()
+        return ModelHost(self.tokenizer, (CharTokenizer.eos_token_id,), None, weights, weights)
 
 
 def step(prompt: Sequence[Any], response: Sequence[int], **fields: Any) -> Step:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from io import StringIO
 from itertools import compress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from fakes import CharTokenizer, effective_config
 from headrace import registry
@@ -23,13 +23,12 @@ from headrace.config import AlgorithmSection, RunConfig
 from headrace.data.episode import FinishReason, Step
 from headrace.data.sample import NO_VERSION, Sample, TrainBatch
 from headrace.data.task import Task
-from headrace.engines.base import EngineHealth, Generation, SamplingParams
+from headrace.engines.base import EngineAbilities, EngineHealth, Generation, ModelHost, SamplingParams
 from headrace.errors import BackendError, EngineError
 from headrace.rollout.model_client import Model
 from headrace.tracking.metrics import MetricsAggregator, Reducer
 from headrace.trainer.callbacks import Callback
 from headrace.trainer.trainer import RunResult, UnifiedTrainer
-from headrace.weights.base import SyncedWeights
 from virtual_time import run_virtual
 
 T = TypeVar("T")
@@ -59,6 +58,7 @@ class NullEngine:
         self.shares_weights = shares_weights
         self.version = 0
         self.weights = {0: 0.0}
+        self.incoming: float | None = None
         self.pinned: int | None = None
         self.changing = False
         """The learner's weights are no longer those of any version; it says so where they are shared."""
@@ -120,9 +120,14 @@ class NullEngine:
         self._require(not self.changing, "the engine was resumed before it was told of the new version")
         self._going.set()
 
-    async def load_weights(self, version: int, weights: Any = None) -> str:
-        self._require(isinstance(weights, float), "weights were published that are none")
-        self.version, self.weights[version], self.changing = version, weights, False
+    async def begin_update(self, version: int) -> None:
+        self._require(self.incoming is None, "an update began within another")
+        self._require(self.paused or not self.shares_weights, "shared weights were updated without a pause")
+
+    async def end_update(self, version: int) -> str:
+        weights, self.incoming = self.incoming, None
+        self._require(weights is not None, "an update ended without weights")
+        self.version, self.weights[version], self.changing = version, weights or 0.0, False
         return f"weights {weights:g}"
 
     async def pin(self) -> int:
@@ -164,23 +169,31 @@ class NullBackend:
     """Counts. `steps` has, for every optimizer step, the version it was made at and the rows it trained."""
 
     tokenizer = CharTokenizer()
+    transports: ClassVar[tuple[str, ...]] = ("in_place", "a number")
 
     def __init__(self, config: RunConfig, null: Null | None = None) -> None:
         self.null = null or Null()
         self.engine = NullEngine(config.trainer.placement == "colocate", self.null.takes_s, self.null.by_token)
         self.weights = 0.0
         self.steps: list[tuple[int, list[Sample]]] = []
-        self.publications: list[int] = []
+        self.synced: list[int] = []
         self.scored = self.forwards = 0
         self.closed = False
         self._accumulated: list[Sample] = []
-        self._stepped = True  # at first, the weights of the model are published as they are
+        self._stepped = True  # at first, the weights of the model are sent as they are
 
     @staticmethod
     def check(config: RunConfig) -> None: ...
 
-    def create_engine(self) -> NullEngine:
-        return self.engine
+    def host(self, transport: str) -> ModelHost:
+        return ModelHost(self.tokenizer, (CharTokenizer.eos_token_id,), None, weights=self, sender=self)
+
+    @property
+    def in_place(self) -> bool:
+        return self.engine.shares_weights
+
+    async def fingerprint(self) -> str:
+        return f"weights {self.weights:g}"
 
     async def forward_backward(self, batch: TrainBatch, algorithm: AlgorithmSection) -> Trained:
         self._require(bool(batch.samples), "forward_backward got an empty batch")
@@ -216,14 +229,16 @@ class NullBackend:
     async def teacher_logprobs(self, steps: Sequence[Step]) -> list[list[float]]:
         return [[logprob(token, 0.0) for token in step.response_ids] for step in steps]
 
-    async def publish(self, version: int) -> SyncedWeights:
-        self._require(not self._accumulated, "publish came between forward_backward and optim_step")
-        self._require(self._stepped, "weights were published that had not changed")
-        expected = self.publications[-1] + 1 if self.publications else version
-        self._require(version == expected, f"version {version} was published, and not {expected}")
+    async def refresh_teacher(self) -> None: ...
+
+    async def send(self, version: int) -> None:
+        self._require(not self._accumulated, "weights were sent between forward_backward and optim_step")
+        self._require(self._stepped, "weights were sent that had not changed")
+        expected = self.synced[-1] + 1 if self.synced else version
+        self._require(version == expected, f"version {version} was sent, and not {expected}")
         self._stepped = False
-        self.publications.append(version)
-        return SyncedWeights(version, await self.engine.load_weights(version, self.weights))
+        self.synced.append(version)
+        self.engine.incoming = self.weights
 
     async def save(self, folder: Path) -> None:
         self._require(not self._accumulated, "save came in the middle of a step")
@@ -307,12 +322,28 @@ class Null:
     checks: bool = True
     remembers: bool = True
     made: list[NullBackend] = field(default_factory=list)
+    transports: ClassVar[tuple[str, ...]] = NullBackend.transports
 
     def check(self, config: RunConfig) -> None: ...
 
     def __call__(self, config: RunConfig) -> NullBackend:
         self.made.append(NullBackend(config, self))
         return self.made[-1]
+
+
+class NullEngines:
+    """The engine "null" as it is registered: that of the backend "null"."""
+
+    def abilities(self, config: RunConfig) -> EngineAbilities:
+        return EngineAbilities(("in_place",) if config.trainer.placement == "colocate" else ("a number",))
+
+    def __call__(self, config: RunConfig, host: ModelHost) -> NullEngine:
+        assert isinstance(host.sender, NullBackend)
+        return host.sender.engine
+
+
+NULL_ENGINE = NullEngines()
+registry.register("engine", "null", NULL_ENGINE)
 
 
 @dataclass(frozen=True)
@@ -344,7 +375,7 @@ def null_config(run_dir: Path, **sections: Any) -> RunConfig:
         "trainer": {"steps": 6, "batch_size": 3, "save_last": False},
         "track": {"trackers": ["jsonl"], "plot": False},
         "eval": {"before": False, "after": False},
-        "engine": {"health_every_s": 1000.0},  # or a hang would be a million looks
+        "engine": {"name": "null", "health_every_s": 1000.0},  # or a hang would be a million looks
         "ledger": {"enabled": False},  # it syncs the disk at every step
     }
     return effective_config({key: {**small.get(key, {}), **sections.get(key, {})} for key in {*small, *sections}})

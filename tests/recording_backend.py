@@ -17,18 +17,18 @@ from headrace import registry
 from headrace.algorithms.batching import pack
 from headrace.backends.base import Scorer, Trained
 from headrace.backends.local.backend import LocalBackend
+from headrace.backends.setup import Policy, attach_engine, choose
 from headrace.config import AlgorithmSection, RunConfig
 from headrace.config.loading import build_config
 from headrace.data.episode import Step, TrajectoryGroup
 from headrace.data.sample import Sample, TrainBatch
 from headrace.data.task import Task
-from headrace.engines.base import SamplingParams
+from headrace.engines.base import ModelHost, SamplingParams
 from headrace.models.catalog import resolve_model
 from headrace.rollout.agent_loop import AgentLoop
 from headrace.rollout.chat import ChatTemplate
 from headrace.rollout.model_client import Model
 from headrace.trainer.trainer import RunResult, UnifiedTrainer
-from headrace.weights.base import SyncedWeights
 
 FLOAT64: dict[str, Any] = {"model": {"dtype": "float64"}}
 QUIET: dict[str, Any] = {"track": {"trackers": ["jsonl"], "plot": False}}
@@ -45,7 +45,7 @@ class WatchedBackend(LocalBackend):
         self.referenced: list[tuple[Sample, ...]] = []
         self.taught: list[tuple[tuple[Step, ...], list[list[float]]]] = []
         self.teachers: list[tuple[int, dict[str, Tensor]]] = []
-        self.published: dict[int, dict[str, Tensor]] = {0: snapshot(self.hf_model)}
+        self.sent: dict[int, dict[str, Tensor]] = {0: snapshot(self.hf_model)}
         WatchedBackend.made.append(self)
 
     async def forward_backward(self, batch: TrainBatch, algorithm: AlgorithmSection) -> Trained:
@@ -64,9 +64,17 @@ class WatchedBackend(LocalBackend):
         self.teachers.append((id(self._teacher), snapshot(self._teacher.hf_model)))
         return found
 
-    async def publish(self, version: int) -> SyncedWeights:
-        self.published[version] = snapshot(self.hf_model)
-        return await super().publish(version)
+    def host(self, transport: str) -> ModelHost:
+        host = super().host(transport)
+        sender: Any = host.sender
+        send = sender.send
+
+        async def send_and_keep(version: int) -> None:
+            self.sent[version] = snapshot(self.hf_model)
+            await send(version)
+
+        sender.send = send_and_keep
+        return host
 
     @property
     def samples(self) -> list[Sample]:
@@ -97,6 +105,11 @@ def watched_run(
     torch.set_num_threads(1)
     result = UnifiedTrainer(watched_config(run_dir, **sections), run, tasks).fit()
     return result, WatchedBackend.made.pop()
+
+
+def with_engine(backend: LocalBackend) -> Policy:
+    """The backend with the engine of its configuration, and the weight sync between them."""
+    return attach_engine(backend._config, backend, choose(backend._config))
 
 
 def make_backend(**sections: Any) -> WatchedBackend:
@@ -177,7 +190,7 @@ async def scattered_reward(task: Task, model: Model) -> float:
 
 async def sampled_groups(backend: LocalBackend) -> list[TrajectoryGroup]:
     """Four real rollouts as groups of one, with rewards 0 and 1."""
-    engine = backend.create_engine()
+    engine = with_engine(backend).engine
 
     async def ask(task: Task, model: Model) -> float:
         await model.chat(task.messages)

@@ -34,8 +34,8 @@ _BUILTIN: dict[str, dict[str, str]] = {
         "tinker": "headrace.backends.tinker.backend:TinkerBackend",
     },
     "engine": {
-        "torch": "headrace.engines.torch.engine:TorchEngine",
-        "tinker": "headrace.backends.tinker.engine:TinkerEngine",
+        "torch": "headrace.engines.builtin:torch_engine",
+        "tinker": "headrace.backends.tinker.factory:tinker_engine",
     },
     "workflow": {
         "single_turn": "headrace.rollout.workflow:single_turn",

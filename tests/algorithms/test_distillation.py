@@ -260,7 +260,7 @@ def test_one_teacher_is_refreshed_at_its_versions(rank: int, tmp_path: Path) -> 
     assert len(backend.teachers) == 5 and len({number for number, _ in backend.teachers}) == 1  # loaded once
     trainable = [name for name, p in backend.hf_model.named_parameters() if p.requires_grad]
     weights = [{name: found[name] for name in trainable} for _, found in backend.teachers]
-    policy = {v: {name: found[name] for name in trainable} for v, found in backend.published.items()}
+    policy = {v: {name: found[name] for name in trainable} for v, found in backend.sent.items()}
     if not rank:  # fresh adapters differ, and add nothing
         assert same_weights(weights[0], policy[0])
     assert same_weights(weights[1], weights[0]) and not same_weights(weights[2], weights[1])
@@ -271,30 +271,26 @@ def test_one_teacher_is_refreshed_at_its_versions(rank: int, tmp_path: Path) -> 
 async def test_a_refreshed_adapter_changes_what_the_teacher_says() -> None:
     """The weights are shared with buffers laid out for speed: a copy must reach those."""
     backend = make_backend(model={"lora": {"rank": 4}}, algorithm=DISTILL, distill={"refresh_every": 1})
-    engine = backend.create_engine()
     prompt, reply = [5, 6, 7], [30, 31, 32, 33]
     asked = [step(prompt, reply)]
     initial = plain_logprobs(plain_model(), [*prompt, *reply]).tolist()[2:]
     assert (await backend.teacher_logprobs(asked))[0] == pytest.approx(initial, abs=1e-4)
     await imitate(backend)
     assert (await backend.teacher_logprobs(asked))[0] == pytest.approx(initial, abs=1e-4)
-    await backend.publish(1)
+    await backend.refresh_teacher()
     (sample,) = random_samples(1, 90)
     (policy,) = await backend.compute_logprobs(pack([sample], IMITATE, 512))
     (again,) = await backend.teacher_logprobs([step(sample.tokens[:1], sample.tokens[1:])])
     assert again == pytest.approx(policy, abs=1e-5)
-    await engine.close()
     await backend.close()
 
 
 async def test_a_refresh_before_the_first_question_is_not_lost() -> None:
     backend = make_backend(algorithm=DISTILL, distill={"refresh_every": 1})
-    engine = backend.create_engine()
     await imitate(backend)
-    await backend.publish(1)
+    await backend.refresh_teacher()
     await backend.teacher_logprobs([step([5, 6], [7, 8])])
     assert same_weights(backend.teachers[0][1], snapshot(backend.hf_model))
-    await engine.close()
     await backend.close()
 
 
@@ -349,7 +345,7 @@ async def test_a_teacher_that_was_never_refreshed_is_not_in_the_checkpoint(tmp_p
     await imitate(backend)
     await backend.load(tmp_path / "state")
     await backend.teacher_logprobs([step([5, 6], [7, 8])])
-    assert same_weights(backend.teachers[-1][1], backend.published[0])
+    assert same_weights(backend.teachers[-1][1], backend.sent[0])
     await backend.close()
 
 

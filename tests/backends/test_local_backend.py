@@ -5,20 +5,19 @@ from __future__ import annotations
 import resource
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from contracts.backend_contract import IMITATE, REINFORCE_LIKE, BackendContract, random_samples
-from headrace import registry
 from headrace.algorithms.batching import grad_scale, pack
 from headrace.backends.local.backend import LocalBackend
-from headrace.config import AlgorithmSection
+from headrace.config import AlgorithmSection, RunConfig
 from headrace.config.loading import build_config
 from headrace.data.sample import Sample
-from headrace.errors import BackendError, ConfigError, DataError
+from headrace.errors import BackendError, DataError
 from headrace.trainer.drift import drift_metrics
 
 
@@ -27,26 +26,26 @@ def make_local(**changes: Any) -> LocalBackend:
     return LocalBackend(build_config(dict(changes)))
 
 
-class TestFullFineTuning(BackendContract):
-    def make_backend(self, **changes: Any) -> LocalBackend:
-        return make_local(**changes)
+class LocalContract(BackendContract):
+    def make_backend(self, config: RunConfig) -> LocalBackend:
+        torch.set_num_threads(1)
+        return LocalBackend(config)
 
 
-class TestFullFineTuningInFloat64(BackendContract):
+class TestFullFineTuning(LocalContract): ...
+
+
+class TestFullFineTuningInFloat64(LocalContract):
     tolerance = 1e-10
-
-    def make_backend(self, **changes: Any) -> LocalBackend:
-        return make_local(model={"dtype": "float64"}, **changes)
+    settings: ClassVar[dict[str, Any]] = {"model": {"dtype": "float64"}}
 
 
-class TestLora(BackendContract):
-    def make_backend(self, **changes: Any) -> LocalBackend:
-        return make_local(model={"lora": {"rank": 4}}, **changes)
+class TestLora(LocalContract):
+    settings: ClassVar[dict[str, Any]] = {"model": {"lora": {"rank": 4}}}
 
 
-class TestTransformersForward(BackendContract):
-    def make_backend(self, **changes: Any) -> LocalBackend:
-        return make_local(model={"fast_path": False}, **changes)
+class TestTransformersForward(LocalContract):
+    settings: ClassVar[dict[str, Any]] = {"model": {"fast_path": False}}
 
 
 async def step(backend: LocalBackend, samples: list[Sample], algorithm: AlgorithmSection = IMITATE) -> None:
@@ -92,20 +91,6 @@ async def test_ratio_one_gives_the_plain_policy_gradient() -> None:
     assert metrics["policy/loss"] == pytest.approx(-sum(trained) / len(trained), abs=1e-5)
     assert drift_metrics([on_policy], found.logprobs, 0).reduce()["policy/kl_to_sampler"] == pytest.approx(0, abs=1e-5)
     await backend.close()
-
-
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("trch", 'got "trch" (did you mean "torch"?); set engine.name = "torch"'),
-        ("far_away", 'got "far_away"; set engine.name = "torch"'),
-    ],
-)
-def test_another_engine_is_refused_with_the_nearest_known(name: str, says: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr(registry, "_registered", {("engine", "far_away"): object})
-    with pytest.raises(ConfigError) as raised:
-        LocalBackend.check(build_config({"engine": {"name": name}}))
-    assert says in str(raised.value)
 
 
 async def test_the_value_head_learns_from_rows_with_returns_however_the_batch_is_cut() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from inspect import isfunction
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,16 +18,18 @@ from headrace import UnifiedTrainer, load_config, registry
 from headrace.algorithms.batching import grad_scale, pack
 from headrace.backends.base import Backend
 from headrace.backends.local.backend import LocalBackend
-from headrace.config import AlgorithmSection
+from headrace.config import AlgorithmSection, RunConfig
 from headrace.config.loading import build_config
 from headrace.errors import BackendError, ConfigError
 from headrace.evaluation.evaluate import export_run
 from headrace.registry import load_object
 from headrace.run.checkpoint import list_checkpoints
+from headrace.weights.base import SyncedWeights
+from headrace.weights.sync import WeightSync
 
 FILE = ROOT / "examples" / "own_backend.py"
 OwnBackend = load_object(f"{FILE}:OwnBackend")
-CALLS = [name for name in vars(Backend) if name != "check" and not name.startswith("_")]
+CALLS = [name for name, found in vars(Backend).items() if isfunction(found) and not name.startswith("_")]
 
 
 def make_own(**changes: Any) -> Backend:
@@ -35,13 +38,13 @@ def make_own(**changes: Any) -> Backend:
 
 
 class TestOwnBackend(BackendContract):
-    def make_backend(self, **changes: Any) -> Backend:
-        return make_own(**changes)
+    def make_backend(self, config: RunConfig) -> Backend:
+        torch.set_num_threads(1)
+        return OwnBackend(config)
 
 
-class TestOwnBackendWithLora(BackendContract):
-    def make_backend(self, **changes: Any) -> Backend:
-        return make_own(model={"lora": {"rank": 4}}, **changes)
+class TestOwnBackendWithLora(TestOwnBackend):
+    settings: ClassVar[dict[str, Any]] = {"model": {"lora": {"rank": 4}}}
 
 
 def test_the_page_shows_the_file_and_it_is_short() -> None:
@@ -103,30 +106,42 @@ def test_it_trains_in_every_schedule(schedule: str, tmp_path: Path) -> None:
 
 
 class RecordingBackend(OwnBackend):
-    """Remembers every call, and whether the engine was paused then."""
+    """Remembers every call, every weight sync, and whether the engine was paused then."""
 
     calls: ClassVar[list[tuple[str, bool]]] = []
+    engine: ClassVar[Any] = None
 
     def __getattribute__(self, name: str) -> Any:
         if name in CALLS:
-            engine = self.__dict__.get("_engine")
-            RecordingBackend.calls.append((name, engine is not None and engine.health().paused))
+            RecordingBackend.record(name)
         return super().__getattribute__(name)
+
+    @staticmethod
+    def record(name: str) -> None:
+        engine = RecordingBackend.engine
+        RecordingBackend.calls.append((name, engine is not None and engine.health().paused))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_methods_are_called_as_the_page_says(schedule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_registered", {("backend", "recording"): RecordingBackend})
     monkeypatch.setattr(RecordingBackend, "calls", [])
+    sync = WeightSync.sync
+
+    async def recorded(self: WeightSync, version: int) -> SyncedWeights:
+        RecordingBackend.engine = self._engine
+        RecordingBackend.record("sync")
+        return await sync(self, version)
+
+    monkeypatch.setattr(WeightSync, "sync", recorded)
+    monkeypatch.setattr(RecordingBackend, "engine", None)
     changes = ["--backend.name=recording", "--algorithm.kl.coef=0.01", "--trainer.steps=2", "--trainer.save_every=1"]
     run(tmp_path, *changes, *SCHEDULES[schedule])
-    step = "(((compute_logprobs )+forward_backward )+optim_step publish save )"
-    assert re.fullmatch(
-        f"create_engine publish {step}{{2}}close ", "".join(f"{name} " for name, _ in RecordingBackend.calls)
-    )
-    paused = {name: {was for call, was in RecordingBackend.calls[2:] if call == name} for name in CALLS}
+    step = "(((compute_logprobs )+forward_backward )+optim_step sync save )"
+    assert re.fullmatch(f"host sync {step}{{2}}close ", "".join(f"{name} " for name, _ in RecordingBackend.calls))
+    paused = {name: {was for call, was in RecordingBackend.calls[2:] if call == name} for name in (*CALLS, "sync")}
     shares, in_step = schedule != "separate", schedule == "synchronous"
-    assert paused["optim_step"] == paused["publish"] == {shares}
+    assert paused["optim_step"] == paused["sync"] == {shares}
     assert paused["forward_backward"] == {in_step}
 
 
@@ -146,7 +161,6 @@ def test_a_run_resumes_and_is_exported(tmp_path: Path) -> None:
         ({"run": {"deterministic": True}}, "run.deterministic = true does nothing"),
         ({"algorithm": {"estimator": "gae", "value_head": True}}, "algorithm.value_head = true does nothing"),
         ({"backend": {"threads": 2}}, "leave it at 0"),
-        ({"engine": {"name": "vllm"}}, 'leave it at "torch"'),
     ],
 )
 def test_what_it_cannot_do_is_refused_before_a_model_is_loaded(setting: dict[str, Any], says: str) -> None:

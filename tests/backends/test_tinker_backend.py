@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from contracts.backend_contract import IMITATE, REINFORCE_LIKE, BackendContract, random_samples
 from headrace.algorithms.batching import grad_scale, pack
+from headrace.backends.base import Backend
+from headrace.backends.setup import attach_engine, choose
 from headrace.backends.tinker.backend import TinkerBackend, read_state
-from headrace.config import AlgorithmSection
+from headrace.config import AlgorithmSection, RunConfig
 from headrace.config.loading import build_config
 from headrace.data.episode import Step
 from headrace.errors import BackendError, ConfigError, DataError
@@ -22,29 +24,38 @@ VOCABULARY = 511
 pytestmark = pytest.mark.usefixtures("through_tinker")
 
 
+OWN: dict[str, Any] = {"rank": 4, "train_unembed": False}
+
+
 def make_tinker(**changes: Any) -> TinkerBackend:
-    own = {"rank": 4, "train_unembed": False, **changes.pop("tinker", {})}
-    backend = {"name": "tinker", **changes.pop("backend", {})}
+    own, backend = {**OWN, **changes.pop("tinker", {})}, {"name": "tinker", **changes.pop("backend", {})}
     return TinkerBackend(build_config({"backend": backend, "tinker": own, **changes}))
 
 
+class TinkerContract(BackendContract):
+    settings: ClassVar[dict[str, Any]] = {"backend": {"name": "tinker"}, "tinker": OWN}
+
+    def new_backend(self, **changes: Any) -> Backend:
+        backend = {"name": "tinker", **changes.pop("backend", {})}
+        return super().new_backend(backend=backend, **changes)
+
+    def make_backend(self, config: RunConfig) -> TinkerBackend:
+        return TinkerBackend(config)
+
+
 @pytest.mark.slow
-class TestWholeDistributions(BackendContract):
+class TestWholeDistributions(TinkerContract):
     """Temperatures other than 1 and entropies need the whole distribution."""
 
-    def make_backend(self, **changes: Any) -> TinkerBackend:
-        return make_tinker(tinker={"vocabulary": VOCABULARY}, **changes)
+    settings: ClassVar[dict[str, Any]] = {**TinkerContract.settings, "tinker": {**OWN, "vocabulary": VOCABULARY}}
 
 
 @pytest.mark.slow  # a minute; the tests below, and whole runs, are the quick part
-class TestTargetsOnly(BackendContract):
+class TestTargetsOnly(TinkerContract):
     """What the API returns as a rule: log-probabilities of the targets, at temperature 1."""
 
-    def make_backend(self, **changes: Any) -> TinkerBackend:
-        return make_tinker(**changes)
-
     async def test_the_log_probability_of_every_trained_target_is_found(self) -> None:
-        backend = self.make_backend()
+        backend = self.new_backend()
         samples = self.samples(backend)
         batch = pack(samples, REINFORCE_LIKE, 30)
         scored = await backend.compute_logprobs(batch)
@@ -57,7 +68,7 @@ class TestTargetsOnly(BackendContract):
         await backend.close()
 
     async def test_the_loss_of_preferences_is_reported_per_pair_and_starts_at_ln_2(self) -> None:
-        backend = self.make_backend()
+        backend = self.new_backend()
         samples = self.samples(backend, 6)
         scored = await backend.compute_logprobs(pack(samples, IMITATE, 512), of="reference")
         pairs = [replace(s, reference_logprobs=tuple(row)) for s, row in zip(samples, scored, strict=True)]
@@ -76,8 +87,7 @@ class TestTargetsOnly(BackendContract):
 class TestOnePass(TestTargetsOnly):
     """Without streaming, losses that the service has are sent as such, with a normaliser that may turn out wrong."""
 
-    def make_backend(self, **changes: Any) -> TinkerBackend:
-        return make_tinker(trainer={"stream": False}, **changes)
+    settings: ClassVar[dict[str, Any]] = {**TinkerContract.settings, "trainer": {"stream": False}}
 
 
 async def step(backend: TinkerBackend, seed: int = 0) -> None:
@@ -135,22 +145,19 @@ async def test_a_checkpoint_of_another_rank_is_refused(tmp_path: Path) -> None:
 
 async def test_a_teacher_scores_what_the_student_said_and_can_be_refreshed(tmp_path: Path) -> None:
     backend = make_tinker(algorithm={"estimator": "distill"}, distill={"refresh_every": 2})
-    engine = backend.create_engine()
     sample = random_samples(1, 90)[0]
     said = Step(sample.tokens[:4], sample.tokens[4:], logprobs=sample.logprobs[3:])
     start = (await backend.teacher_logprobs([said]))[0]
     assert start == pytest.approx((await scores(backend))[3:], abs=1e-4)
     await step(backend)
-    await backend.publish(1)
     assert (await backend.teacher_logprobs([said]))[0] == pytest.approx(start, abs=1e-6)
-    await backend.publish(2)
+    await backend.refresh_teacher()
     refreshed = (await backend.teacher_logprobs([said]))[0]
     assert refreshed == pytest.approx((await scores(backend))[3:], abs=1e-4)
     await backend.save(tmp_path)
     await step(backend)
     await backend.load(tmp_path)
     assert (await backend.teacher_logprobs([said]))[0] == pytest.approx(refreshed, abs=1e-6)
-    await engine.close()
     await backend.close()
 
 
@@ -160,9 +167,10 @@ def test_an_unknown_model_is_refused_with_those_that_there_are() -> None:
 
 
 def test_a_length_beyond_the_service_is_refused() -> None:
-    backend = make_tinker(engine={"max_model_length": 4096})
+    sections: dict[str, Any] = {"backend": {"name": "tinker"}, "engine": {"max_model_length": 4096}}
+    config, backend = build_config(sections), make_tinker(**sections)
     with pytest.raises(ConfigError, match=r"max_model_length is 4096.*no more than 1024"):
-        backend.create_engine()
+        attach_engine(config, backend, choose(config))
 
 
 async def test_a_failed_request_names_the_call_and_the_model() -> None:

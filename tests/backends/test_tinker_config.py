@@ -23,7 +23,6 @@ from headrace.models.load import load_tokenizer
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("--engine.name=vllm", 'set engine.name = "tinker"'),
         ("--model.lora.rank=8", "set tinker.rank"),
         ("--algorithm.entropy_coef=0.1", "set tinker.vocabulary"),
         ("--rollout.temperature=0.7", "trains at temperature 1 only"),

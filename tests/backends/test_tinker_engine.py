@@ -18,14 +18,17 @@ from contracts.backend_contract import IMITATE, random_samples
 from contracts.engine_contract import EngineContract
 from contracts.engine_harness import Start, soon
 from headrace.algorithms.batching import grad_scale, pack
+from headrace.backends.setup import attach_engine, choose
 from headrace.backends.tinker.backend import TinkerBackend
 from headrace.backends.tinker.engine import TinkerEngine
 from headrace.backends.tinker.rows import returned_logprobs, wide_datum
+from headrace.backends.tinker.sender import TinkerPath
 from headrace.backends.tinker.service import blocking
 from headrace.config.loading import build_config
 from headrace.data.sample import Sample
 from headrace.engines.base import SamplingParams
 from headrace.errors import EngineError
+from headrace.weights.sync import WeightSync
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +66,7 @@ class TestSegments(EngineContract):
             options.pop(name, None)
         options.setdefault("max_model_length", tiny.LENGTH - 1)
         return TinkerEngine(
-            self.backend._serve,
+            TinkerPath(self.backend._serve),
             vocabulary=self.vocabulary,
             detokenize=tiny.detokenize,
             segment_tokens=self.segment,
@@ -91,8 +94,11 @@ class TestSegments(EngineContract):
 
         blocking(lambda: asyncio.run(train()))
 
+    def new_sync(self, engine: TinkerEngine) -> WeightSync:
+        return WeightSync(self.backend, engine._sender, engine)
+
     def fingerprint(self) -> str:
-        return self.backend.fingerprint
+        return self.backend._lineage
 
     def break_model(self) -> str:
         blocking(lambda: asyncio.run(self.backend.close()))
@@ -103,11 +109,11 @@ class TestSegments(EngineContract):
 
 
 async def test_complete_replies_end_under_the_weights_they_began_with(model: Path) -> None:
-    backend = TinkerBackend(
-        build_config({"backend": {"name": "tinker"}, "model": {"name": str(model)}, "tinker": {"rank": 4}})
-    )
-    engine = backend.create_engine()
-    await backend.publish(1)
+    config = build_config({"backend": {"name": "tinker"}, "model": {"name": str(model)}, "tinker": {"rank": 4}})
+    backend = TinkerBackend(config)
+    policy = attach_engine(config, backend, choose(config))
+    engine = policy.engine
+    await policy.sync.sync(1)
     rng = random.Random(0)
     params = SamplingParams(max_tokens=150, ignore_eos=True)
     tasks = [
@@ -115,7 +121,7 @@ async def test_complete_replies_end_under_the_weights_they_began_with(model: Pat
         for seed in range(4)
     ]
     await asyncio.sleep(0.02)
-    await backend.publish(2)
+    await policy.sync.sync(2)
     for made in await soon(asyncio.gather(*tasks)):
         assert set(made.versions) == {1} and len(made.versions) == 150
     assert set((await soon(engine.generate([5], params, 1))).versions) == {2}

@@ -21,13 +21,15 @@ from headrace.errors import CheckpointError
 from headrace.rollout.model_client import Model
 from headrace.run.checkpoint import TrainerState, checkpoint_folder, list_checkpoints, step_of
 from headrace.trainer.callbacks import Callback, TrainerHandle
-from null_backend import Null, NullBackend, null_config, null_trainer, some_tasks
+from null_backend import NULL_ENGINE, Null, NullBackend, null_config, null_trainer, some_tasks
 
 Caught = pytest.CaptureFixture[str]
 FILE = """
 [run]
 name = "named"
 [backend]
+name = "null"
+[engine]
 name = "null"
 [data]
 tasks = "test_resume:tasks"
@@ -92,6 +94,7 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]
     monkeypatch.setattr(registry, "_registered", {})
     monkeypatch.chdir(tmp_path)
     registry.register("backend", "null", Null())
+    registry.register("engine", "null", NULL_ENGINE)
     (tmp_path / "run.toml").write_text(FILE)
     return lambda *words: run(["train", *words])
 

@@ -9,13 +9,15 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from headrace.algorithms.batching import grad_scale, pack
 from headrace.backends.base import Backend, Scorer, Snapshots, Trained
+from headrace.backends.setup import Policy, attach_engine, choose
 from headrace.config import AlgorithmSection, RunConfig
+from headrace.config.loading import build_config
 from headrace.data.sample import Sample
 from headrace.engines.base import SamplingParams
 from headrace.errors import BackendError, DivergedError, WeightSyncError
@@ -51,9 +53,21 @@ class BackendContract:
 
     tolerance = 1e-5
 
+    settings: ClassVar[dict[str, Any]] = {}
+    """Sections of the run configuration."""
+
     @abstractmethod
-    def make_backend(self, **changes: Any) -> Backend:
-        """A fresh backend on the same small model each time; `changes` are `section=dict` of a run configuration."""
+    def make_backend(self, config: RunConfig) -> Backend:
+        """A fresh backend, on the same small model each time."""
+
+    def new_backend(self, **changes: Any) -> Backend:
+        """A backend; `changes` are `section=dict` of a run configuration."""
+        return self.make_backend(build_config({**self.settings, **changes}))
+
+    def connect(self, backend: Backend) -> Policy:
+        """Give a backend of the class's settings the engine that they name."""
+        config = build_config(dict(self.settings))
+        return attach_engine(config, backend, choose(config))
 
     def samples(self, backend: Backend, count: int = 8, seed: int = 0) -> list[Sample]:
         return random_samples(count, min(90, len(backend.tokenizer)), seed)
@@ -75,7 +89,7 @@ class BackendContract:
     # ---- forward_backward -----------------------------------------------------------------------------------------
 
     async def test_training_raises_what_has_positive_advantage(self) -> None:
-        backend = self.make_backend()
+        backend = self.new_backend()
         samples = self.samples(backend)
         before = await self.logprobs(backend, samples)
         for _ in range(5):
@@ -87,7 +101,7 @@ class BackendContract:
         await backend.close()
 
     async def test_nothing_changes_without_optim_step(self) -> None:
-        backend = self.make_backend()
+        backend = self.new_backend()
         samples = self.samples(backend)
         before = await self.logprobs(backend, samples)
         await backend.forward_backward(pack(samples, IMITATE, 512), IMITATE)
@@ -95,7 +109,7 @@ class BackendContract:
         await backend.close()
 
     async def test_the_log_probability_of_every_trained_target_is_found(self) -> None:
-        backend = self.make_backend()
+        backend = self.new_backend()
         samples = [replace(s, temperature=heat) for s, heat in zip(self.samples(backend), (1.0, 0.7) * 4, strict=True)]
         batch = pack(samples, REINFORCE_LIKE, 30)
         assert len(batch.micro_batches) > 2
@@ -110,14 +124,14 @@ class BackendContract:
         await backend.close()
 
     async def test_a_recomputed_proximal_policy_makes_every_ratio_one(self) -> None:
-        backend = self.make_backend()
+        backend = self.new_backend()
         algorithm = AlgorithmSection(proximal="recompute", clip_low=0.01, clip_high=0.01)
         found = await backend.forward_backward(pack(self.samples(backend), algorithm, 64), algorithm)
         assert found.metrics.reduce()["policy/clip_fraction"] == 0.0
         await backend.close()
 
     async def test_the_loss_of_preferences_is_reported_per_pair_and_starts_at_ln_2(self) -> None:
-        backend = self.make_backend()
+        backend = self.new_backend()
         samples = self.samples(backend, 6)
         scored = await backend.compute_logprobs(pack(samples, IMITATE, 512), of="reference")
         pairs = [replace(s, reference_logprobs=tuple(row)) for s, row in zip(samples, scored, strict=True)]
@@ -139,7 +153,7 @@ class BackendContract:
     async def require_same_result(self, algorithm: AlgorithmSection, cuts: Sequence[tuple[int, int]]) -> None:
         results = []
         for parts, tokens in cuts:
-            backend = self.make_backend(optimizer={"eps": 1.0, "grad_clip": 0.0})  # eps 1: an SGD-like step
+            backend = self.new_backend(optimizer={"eps": 1.0, "grad_clip": 0.0})  # eps 1: an SGD-like step
             samples = self.samples(backend)
             await self.train(backend, samples, algorithm, parts, tokens)
             results.append(await self.logprobs(backend, samples))
@@ -153,7 +167,7 @@ class BackendContract:
         algorithm = AlgorithmSection.model_validate({"proximal": "recompute", "correction": correction})
         results = []
         for rejects in (True, False):
-            backend = self.make_backend(optimizer={"eps": 1.0, "grad_clip": 0.0})
+            backend = self.new_backend(optimizer={"eps": 1.0, "grad_clip": 0.0})
             samples = await self.on_policy(backend)
             off = {1, 4, 5}  # the sampler was sure of what the learner finds all but impossible
             given = [replace(s, logprobs=tuple(x + 40.0 for x in s.logprobs)) if i in off else s
@@ -173,7 +187,7 @@ class BackendContract:
         return [replace(s, logprobs=tuple(row)) for s, row in zip(samples, scored, strict=True)]
 
     async def test_a_loss_that_is_not_finite_names_the_samples(self) -> None:
-        backend = self.make_backend()
+        backend = self.new_backend()
         good = self.samples(backend, 3)
         nothing = tuple(float("nan") for _ in good[0].advantages)
         bad = replace(good[0], advantages=nothing, task_id="the-broken-one")
@@ -193,7 +207,7 @@ class BackendContract:
 
     async def one_step(self, grad_clip: float, grad_scale: float) -> tuple[float, list[float]]:
         """The norm that a step reports, and the log-probabilities after it."""
-        backend = self.make_backend(optimizer={"eps": 1.0, "grad_clip": grad_clip})
+        backend = self.new_backend(optimizer={"eps": 1.0, "grad_clip": grad_clip})
         samples = self.samples(backend)
         await backend.forward_backward(pack(samples, IMITATE, 512), IMITATE)
         metrics = await backend.optim_step(1e-2, grad_scale)
@@ -202,13 +216,13 @@ class BackendContract:
         return metrics.reduce()["policy/grad_norm"], found
 
     async def test_optim_step_without_a_gradient_is_an_error(self) -> None:
-        backend = self.make_backend()
+        backend = self.new_backend()
         with pytest.raises(BackendError, match="no accumulated gradient"):
             await backend.optim_step(1e-3, 1.0)
         await backend.close()
 
     async def test_optim_step_forgets_the_gradient(self) -> None:
-        once, twice = self.make_backend(), self.make_backend()
+        once, twice = self.new_backend(), self.new_backend()
         samples = self.samples(once)
         for backend in (once, twice):
             await self.train(backend, samples, IMITATE)
@@ -221,7 +235,7 @@ class BackendContract:
     # ---- the reference --------------------------------------------------------------------------------------------
 
     async def test_the_reference_stays_the_policy_as_the_run_began(self, tmp_path: Path) -> None:
-        backend, resumed = self.make_backend(), self.make_backend()
+        backend, resumed = self.new_backend(), self.new_backend()
         samples = self.samples(backend)
         before = await self.logprobs(backend, samples)
         await self.train(backend, samples, IMITATE)
@@ -232,17 +246,17 @@ class BackendContract:
             assert await self.logprobs(one, samples, "reference") == pytest.approx(before, abs=self.tolerance)
             await one.close()
 
-    # ---- publish --------------------------------------------------------------------------------------------------
+    # ---- weight syncs -------------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("temperature", [1.0, 0.7])
     async def test_the_engine_samples_from_the_synced_weights(self, temperature: float) -> None:
-        backend = self.make_backend()
-        engine = backend.create_engine()
+        backend = self.new_backend()
+        policy = self.connect(backend)
+        engine = policy.engine
         samples = self.samples(backend)
         for _ in range(3):
             await self.train(backend, samples, IMITATE)
-        publication = await backend.publish(1)
-        assert publication.version == 1
+        assert (await policy.sync.sync(1)).version == 1
         params = SamplingParams(temperature=temperature, max_tokens=8, ignore_eos=True)
         generation = await engine.generate(samples[0].tokens[:3], params, seed=3)
         assert set(generation.versions) == {1}
@@ -260,37 +274,48 @@ class BackendContract:
         await backend.close()
 
     async def test_the_fingerprint_changes_with_the_weights_and_only_then(self, tmp_path: Path) -> None:
-        backend = self.make_backend()
-        engine = backend.create_engine()
-        first, again = await backend.publish(1), await backend.publish(2)
+        backend = self.new_backend()
+        policy = self.connect(backend)
+        first, again = await policy.sync.sync(1), await policy.sync.sync(2)
         await backend.save(tmp_path / "as-it-was")
         await self.train(backend, self.samples(backend), IMITATE)
-        changed = await backend.publish(3)
+        changed = await policy.sync.sync(3)
         await backend.load(tmp_path / "as-it-was")
-        back = await backend.publish(4)
+        back = await policy.sync.sync(4)
         assert first.fingerprint == again.fingerprint == back.fingerprint != changed.fingerprint
-        await engine.close()
+        await policy.engine.close()
         await backend.close()
 
     async def test_weights_that_did_not_arrive_are_an_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        backend = self.make_backend()
-        engine = backend.create_engine()
-        before = await backend.publish(1)
+        backend = self.new_backend()
+        policy = self.connect(backend)
+        before = await policy.sync.sync(1)
         await self.train(backend, self.samples(backend), IMITATE)
 
-        async def lose_weights(version: int, weights: Any = None) -> str:
+        async def lose_weights(version: int) -> str:
             return before.fingerprint
 
-        monkeypatch.setattr(engine, "load_weights", lose_weights)
-        with pytest.raises(WeightSyncError, match="version 2 did not arrive"):
-            await backend.publish(2)
-        await engine.close()
+        monkeypatch.setattr(policy.engine, "end_update", lose_weights)
+        with pytest.raises(WeightSyncError, match=r"version 2 did not arrive: .* still decodes with .* version 1"):
+            await policy.sync.sync(2)
+        await policy.engine.close()
+        await backend.close()
+
+    async def test_an_engine_that_serves_an_old_version_is_an_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        backend = self.new_backend()
+        policy = self.connect(backend)
+        await policy.sync.sync(1)
+        end_update = policy.engine.end_update
+        monkeypatch.setattr(policy.engine, "end_update", lambda version: end_update(1))
+        with pytest.raises(WeightSyncError, match=r"version 2 did not arrive: .* says that it serves version 1"):
+            await policy.sync.sync(2)
+        await policy.engine.close()
         await backend.close()
 
     # ---- checkpoints and start-up ---------------------------------------------------------------------------------
 
     async def test_a_loaded_checkpoint_continues_exactly_where_it_was_saved(self, tmp_path: Path) -> None:
-        one, two = self.make_backend(), self.make_backend()
+        one, two = self.new_backend(), self.new_backend()
         samples = self.samples(one)
         await self.train(one, samples, IMITATE)
         await one.save(tmp_path / "state")
@@ -302,7 +327,7 @@ class BackendContract:
         await two.close()
 
     async def test_a_snapshot_is_written_as_it_was_taken(self, tmp_path: Path) -> None:
-        one, two = self.make_backend(), self.make_backend()
+        one, two = self.new_backend(), self.new_backend()
         if not isinstance(one, Snapshots):
             pytest.skip("this backend takes none")
         samples = self.samples(one)
@@ -320,7 +345,7 @@ class BackendContract:
         await two.close()
 
     async def test_an_unknown_loss_is_an_error_at_start_up(self) -> None:
-        backend = self.make_backend()
+        backend = self.new_backend()
         with pytest.raises(ValueError, match="did you mean"):
             backend.check(RunConfig(algorithm=AlgorithmSection(loss="ppo_clp")))
         await backend.close()

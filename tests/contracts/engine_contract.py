@@ -129,7 +129,8 @@ class EngineContract(SamplingContract, WeightsContract):
         undisturbed = await soon(engine.generate(self.prompt(8), params, 1))
         task = asyncio.ensure_future(engine.generate(self.prompt(8), params, 1))
         await under_way(engine, 20)
-        await soon(engine.load_weights(1, self.change_weights()))
+        self.change_weights()
+        await self.sync(engine, 1)
         await engine.resume()
         made = await soon(task)
         before = made.versions.count(0)
@@ -142,7 +143,8 @@ class EngineContract(SamplingContract, WeightsContract):
         engine = start()
         old = asyncio.ensure_future(engine.generate(self.prompt(8), SamplingParams(max_tokens=self.long), 1))
         await under_way(engine, 5)
-        await soon(engine.load_weights(7, self.change_weights()))
+        self.change_weights()
+        await self.sync(engine, 7)
         assert engine.health().version == 7
         # the prompt of one that is under way, whose cache is of the old weights
         new = asyncio.ensure_future(engine.generate(self.prompt(8), SamplingParams(max_tokens=15), 2))
@@ -245,7 +247,7 @@ class EngineContract(SamplingContract, WeightsContract):
         calls: list[Callable[[], Awaitable[Any]]] = [
             lambda: engine.generate(self.prompt(4), SamplingParams(), 1),
             lambda: engine.compute_logprobs([self.prompt(4)]),
-            lambda: engine.load_weights(1),
+            lambda: self.sync(engine, 1),
         ]
         for call in calls:
             with pytest.raises(EngineError, match=words):

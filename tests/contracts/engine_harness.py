@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from headrace.engines.base import Generation, RolloutEngine, SamplingParams
+from headrace.weights.sync import WeightSync
 
 T = TypeVar("T")
 Start = Callable[..., RolloutEngine]
@@ -101,8 +102,22 @@ class EngineHarness:
         """The text that the engine searches for stop strings."""
 
     @abstractmethod
-    def change_weights(self) -> Any:
-        """Move the policy, the reference with it, and return what `load_weights` is given. The engine is paused."""
+    def change_weights(self) -> None:
+        """Move the policy, the reference with it. The engine is paused."""
+
+    @abstractmethod
+    def new_sync(self, engine: Any) -> WeightSync:
+        """What brings the policy's weights to an engine that `make_engine` made."""
+
+    async def sync(self, engine: RolloutEngine, version: int) -> str:
+        """Sync the policy's weights as they are now; their fingerprint."""
+        if id(engine) not in self._syncs:
+            self._syncs[id(engine)] = self.new_sync(engine)
+        return (await soon(self._syncs[id(engine)].sync(version))).fingerprint
+
+    @property
+    def _syncs(self) -> dict[int, WeightSync]:
+        return self.__dict__.setdefault("syncs", {})
 
     @abstractmethod
     def fingerprint(self) -> str:

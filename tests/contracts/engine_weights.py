@@ -1,4 +1,4 @@
-"""What every rollout engine must do about weights: publications in flight, pinned versions, memory, starting again."""
+"""What every rollout engine must do about weights: weight syncs in flight, pinned versions, memory, starting again."""
 
 from __future__ import annotations
 
@@ -28,21 +28,23 @@ class WeightsContract(EngineHarness):
         expected = np.take_along_axis(self.expected(made), chosen, 1)[:, 0]
         return float(np.abs(expected - made.model_logprobs)[first:].max())
 
-    # ---- publications ---------------------------------------------------------------------------------------------
+    # ---- weight syncs ---------------------------------------------------------------------------------------------
 
-    async def test_loading_answers_with_the_fingerprint_of_what_is_served(self, start: Start) -> None:
+    async def test_a_sync_ends_with_the_fingerprint_of_what_is_served(self, start: Start) -> None:
         engine = start()
-        first = await soon(engine.load_weights(1))
-        assert first == self.fingerprint() == await soon(engine.load_weights(2))
+        first = await self.sync(engine, 1)
+        assert first == self.fingerprint() == await self.sync(engine, 2)
         await soon(engine.pause())
-        changed = await soon(engine.load_weights(3, self.change_weights()))
+        self.change_weights()
+        changed = await self.sync(engine, 3)
         assert changed == self.fingerprint() != first
 
     async def in_flight(self, engine: RolloutEngine) -> tuple[Generation, int]:
-        """A sequence that lived through a publication, and how many tokens it had by then."""
+        """A sequence that lived through a weight sync, and how many tokens it had by then."""
         task = self.asked(engine, self.long)
         await under_way(engine, 20)
-        await soon(engine.load_weights(1, self.change_weights()))
+        self.change_weights()
+        await self.sync(engine, 1)
         await engine.resume()
         made = await soon(task)
         before = made.versions.count(0)
@@ -66,7 +68,8 @@ class WeightsContract(EngineHarness):
         ]
         await submitted(engine, 4)
         await under_way(engine, 40)
-        await soon(engine.load_weights(5, self.change_weights()))
+        self.change_weights()
+        await self.sync(engine, 5)
         await engine.resume()
         for made in await soon(asyncio.gather(*tasks)):
             assert set(made.versions) == {0, 5}
@@ -77,10 +80,11 @@ class WeightsContract(EngineHarness):
     async def test_pinned_requests_keep_the_weights_they_were_promised(self, start: Start) -> None:
         engine = start()
         old = await self.asked(engine, 30)
-        await soon(engine.load_weights(3))
+        await self.sync(engine, 3)
         assert await soon(engine.pin()) == 3
         await soon(engine.pause())
-        await soon(engine.load_weights(4, self.change_weights()))
+        self.change_weights()
+        await self.sync(engine, 4)
         await engine.resume()
         pinned, live = await soon(asyncio.gather(self.asked(engine, 30, pinned=True), self.asked(engine, 30)))
         self.assert_same(pinned, old)
@@ -98,7 +102,8 @@ class WeightsContract(EngineHarness):
         tasks = [self.asked(engine, self.long, pinned=True), self.asked(engine, self.long)]
         await submitted(engine, 2)
         await under_way(engine, 20)
-        await soon(engine.load_weights(1, self.change_weights()))
+        self.change_weights()
+        await self.sync(engine, 1)
         await engine.resume()
         pinned, live = await soon(asyncio.gather(*tasks))
         self.assert_same(pinned, alone)
@@ -110,7 +115,8 @@ class WeightsContract(EngineHarness):
         await soon(engine.pin())
         task = self.asked(engine, self.long, pinned=True)
         await under_way(engine, 5)
-        await soon(engine.load_weights(1, self.change_weights()))
+        self.change_weights()
+        await self.sync(engine, 1)
         unpinned = asyncio.ensure_future(engine.unpin())
         await asyncio.sleep(0.02)
         late = self.asked(engine, 5, pinned=True)
@@ -137,7 +143,7 @@ class WeightsContract(EngineHarness):
         engine = start()
         with pytest.raises(EngineError, match="nothing is pinned"):
             await soon(engine.unpin())
-        await soon(engine.load_weights(6))
+        await self.sync(engine, 6)
         await soon(engine.pin())
         with pytest.raises(EngineError, match="version 6 is pinned already"):
             await soon(engine.pin())
@@ -216,7 +222,7 @@ class WeightsContract(EngineHarness):
     async def test_a_restarted_engine_loses_nothing(self, start: Start) -> None:
         engine = start(max_batch=2)
         alone = [await soon(self.asked(engine, self.long, seed)) for seed in range(4)]
-        await soon(engine.load_weights(2))
+        await self.sync(engine, 2)
         tasks = [self.asked(engine, self.long, seed) for seed in range(4)]
         await submitted(engine, 4)
         await under_way(engine, 10)
@@ -234,7 +240,8 @@ class WeightsContract(EngineHarness):
         await soon(engine.pin())
         task = self.asked(engine, self.long, pinned=True)
         await under_way(engine, 5)
-        await soon(engine.load_weights(1, self.change_weights()))
+        self.change_weights()
+        await self.sync(engine, 1)
         await soon(engine.restart())
         await engine.resume()
         made, live = await soon(asyncio.gather(task, self.asked(engine, 20)))

@@ -34,7 +34,7 @@ class Prefills:
         model.prefill = counted
 
 
-async def talk(family: str, kept: int, publish_after: int = -1, row_block: int = 0) -> tuple[list[Generation], int]:
+async def talk(family: str, kept: int, sync_after: int = -1, row_block: int = 0) -> tuple[list[Generation], int]:
     """Four conversations of five turns each, in step; what was sampled, and how many tokens were prefilled."""
     torch.set_num_threads(1)
     model = build_causal_model(tiny.tiny_model(family))
@@ -49,8 +49,11 @@ async def talk(family: str, kept: int, publish_after: int = -1, row_block: int =
         for one, reply in zip(talks, replies, strict=True):
             one += [*reply.completion_ids, *(rng.randrange(3, 97) for _ in range(4))]
         made += replies
-        if turn == publish_after:
-            await engine.load_weights(1)
+        if turn == sync_after:
+            await engine.pause()
+            await engine.begin_update(1)
+            await engine.end_update(1)
+            await engine.resume()
     await engine.close()
     return made, counted.tokens
 
@@ -70,7 +73,7 @@ async def test_a_next_turn_computes_only_what_is_new(family: str) -> None:
 
 async def test_new_weights_make_an_end_of_what_is_kept() -> None:
     _, whole = await talk("llama", 4096)
-    _, after_publication = await talk("llama", 4096, publish_after=2)
+    _, after_publication = await talk("llama", 4096, sync_after=2)
     assert after_publication == whole - 4 * 4 + 4 * 50
 
 

@@ -21,6 +21,9 @@ from headrace.engines.process.wire import EngineOptions
 from headrace.models.causal import build_causal_model
 from headrace.models.load import load_model
 from headrace.weights.digest import fingerprint
+from headrace.weights.shared_memory import SharedWeights
+from headrace.weights.source import ModelWeights
+from headrace.weights.sync import WeightSync
 
 
 @pytest.fixture(scope="module")
@@ -39,11 +42,16 @@ class TestProcessEngine(EngineContract):
         self.hf_model = load_model(self.section)
         build_causal_model(self.hf_model)  # as the learner does, which lays the weights out for decoding
         self.made: list[ProcessEngine] = []
+        self.weights: list[SharedWeights] = []
 
     def make_engine(self, **options: Any) -> ProcessEngine:
         given = EngineOptions(self.section, health_every_s=0.001, **options)
-        self.made.append(ProcessEngine(self.hf_model, given, self.forks.launch))
+        self.weights.append(SharedWeights(ModelWeights(self.hf_model)))
+        self.made.append(ProcessEngine(self.weights[-1], given, self.forks.launch))
         return self.made[-1]
+
+    def new_sync(self, engine: ProcessEngine) -> WeightSync:
+        return WeightSync(ModelWeights(self.hf_model), self.weights[self.made.index(engine)], engine)
 
     @torch.no_grad()
     def reference_logprobs(self, ids: Sequence[int]) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The engine process: being killed, publications while decoding, all kinds of models, and nothing left behind."""
+"""The engine process: being killed, weight syncs while decoding, all kinds of models, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -24,12 +24,15 @@ from headrace.engines.process.child import Launch, ProcessChild
 from headrace.engines.process.engine import ProcessEngine
 from headrace.engines.process.wire import EngineOptions
 from headrace.engines.torch.engine import TorchEngine
-from headrace.errors import EngineError
+from headrace.errors import EngineError, WeightSyncError
 from headrace.models.causal import build_causal_model
 from headrace.models.load import load_model
 from headrace.models.modules import trained_parameters
 from headrace.weights.digest import fingerprint
+from headrace.weights.in_place import InPlace
 from headrace.weights.shared_memory import BoundModels, SharedWeights
+from headrace.weights.source import ModelWeights
+from headrace.weights.sync import WeightSync
 
 LONG = SamplingParams(max_tokens=200)
 
@@ -38,8 +41,14 @@ class Engine(ProcessEngine):
     """With the model of its learner at hand."""
 
     def __init__(self, learner: Any, options: EngineOptions, launch: Launch) -> None:
-        super().__init__(learner, options, launch)
+        source = ModelWeights(learner)
+        super().__init__(SharedWeights(source), options, launch)
         self.learner = learner
+        self.weight_sync = WeightSync(source, self._weights, self)
+
+    async def sync(self, version: int) -> str:
+        """Sync the learner's weights as they are now; their fingerprint."""
+        return (await soon(self.weight_sync.sync(version))).fingerprint
 
 
 Make = Callable[..., Engine]
@@ -103,12 +112,12 @@ async def test_requests_survive_the_death_of_the_process(make: Make, caplog: Any
 async def test_what_was_synced_pinned_and_paused_survives_too(make: Make) -> None:
     engine = make()
     old = await answers(asked(engine, 3))
-    await soon(engine.load_weights(1))
+    await engine.sync(1)
     await soon(engine.pin())
     tiny.randomise(engine.learner, seed=5)
-    await soon(engine.load_weights(2))
+    await engine.sync(2)
     new = await answers(asked(engine, 3))
-    tiny.randomise(engine.learner, seed=6)  # what was not published must not show
+    tiny.randomise(engine.learner, seed=6)  # what was not synced must not show
     tasks = asked(engine, 3, pinned=True)
     await submitted(engine, 3)
     await under_way(engine, 5)
@@ -130,7 +139,7 @@ async def test_a_weight_sync_survives_the_death_of_the_process(make: Make) -> No
     engine = make()
     await answers(asked(engine, 1))
     tiny.randomise(engine.learner, seed=5)
-    loading = asyncio.ensure_future(engine.load_weights(3))
+    loading = asyncio.ensure_future(engine.sync(3))
     await asyncio.sleep(0)
     kill(engine)
     assert await soon(loading) == fingerprint(engine.learner.parameters())
@@ -180,7 +189,7 @@ async def test_what_is_cancelled_before_the_process_is_ready_is_never_begun(make
     assert engine.health().generated_tokens == 200
 
 
-# ---- publications -------------------------------------------------------------------------------------------------
+# ---- weight syncs ------------------------------------------------------------------------------------------
 
 
 async def test_decoding_continues_through_weight_syncs(make: Make) -> None:
@@ -191,7 +200,7 @@ async def test_decoding_continues_through_weight_syncs(make: Make) -> None:
     while not task.done():
         version += 1
         tiny.randomise(engine.learner, seed=version)
-        assert await soon(engine.load_weights(version)) == fingerprint(engine.learner.parameters())
+        assert await engine.sync(version) == fingerprint(engine.learner.parameters())
     versions = (await task).versions
     assert list(versions) == sorted(versions) and len(set(versions)) >= 3
     assert engine.health().restarts == 0
@@ -199,23 +208,33 @@ async def test_decoding_continues_through_weight_syncs(make: Make) -> None:
 
 async def test_weights_that_did_not_arrive_show_in_the_fingerprint(make: Make) -> None:
     engine = make()
-    staged = engine.stage()
-    place = engine._weights.layout.places[3]
-    engine._weights._maps[staged][place.start] ^= 1  # one bit
-    assert await soon(engine.load_weights(1, staged)) != fingerprint(engine.learner.parameters())
-    assert await soon(engine.load_weights(2)) == fingerprint(engine.learner.parameters())
+    write, slot = engine._weights.write, engine._weights.layout.slots[3]
+
+    def spoil(buffer: int) -> None:
+        write(buffer)
+        engine._weights._maps[buffer][slot.start] ^= 1  # one bit
+
+    engine._weights.write = spoil
+    with pytest.raises(WeightSyncError, match=r"version 1 did not arrive: .* some are missing or changed"):
+        await engine.sync(1)
+    engine._weights.write = write
+    assert await engine.sync(2) == fingerprint(engine.learner.parameters())
 
 
-async def test_only_what_was_staged_can_be_loaded(make: Make) -> None:
+async def test_only_what_was_begun_and_sent_can_be_loaded(make: Make) -> None:
     engine = make()
-    for odd in ({"weight": torch.zeros(1)}, 0):  # 0 is being decoded with
-        with pytest.raises(EngineError, match="what its stage"):
-            await soon(engine.load_weights(1, odd))
+    with pytest.raises(EngineError, match="sent before begin_update"):
+        await soon(engine._weights.send(1))
+    with pytest.raises(EngineError, match="end_update came before begin_update"):
+        await soon(engine.end_update(1))
+    await engine.sync(1)
+    with pytest.raises(EngineError, match="end_update came before begin_update"):
+        await soon(engine.end_update(2))  # a buffer is loaded once
 
 
 async def test_a_restarted_process_must_find_the_weights_that_were_synced(make: Make) -> None:
     engine = make()
-    await soon(engine.load_weights(1))
+    await engine.sync(1)
     engine._weights._maps[engine._live.buffer][0] ^= 1
     kill(engine)
     with pytest.raises(EngineError, match="found other weights for version 1"):
@@ -248,10 +267,15 @@ async def test_every_kind_of_model_is_served_as_the_learner_has_it(
             for parameter in trained_parameters(engine.learner):
                 parameter += 0.01 * version
         expected = fingerprint(trained_parameters(engine.learner))
-        assert expected == await soon(engine.load_weights(version)) == await soon(shared.load_weights(version))
+        assert expected == await engine.sync(version) == await in_place(shared, engine.learner, version)
         theirs, ours = [await soon(asyncio.gather(*asked(one, 4, params))) for one in (engine, shared)]
         assert theirs == ours  # to the bit
     await shared.close()
+
+
+async def in_place(engine: TorchEngine, learner: Any, version: int) -> str:
+    sync = WeightSync(ModelWeights(learner), InPlace(engine._live.model), engine)
+    return (await soon(sync.sync(version))).fingerprint
 
 
 @pytest.mark.parametrize("rank", [0, 4])
@@ -259,7 +283,7 @@ def test_the_process_reads_weights_where_the_learner_writes_them(llama: ModelSec
     section = llama.model_copy(update={"lora": LoraSection(rank=rank)})
     learner, engines = load_model(section), load_model(section)
     build_causal_model(learner)
-    weights = SharedWeights(learner)
+    weights = SharedWeights(ModelWeights(learner))
     bound = BoundModels(engines, weights.layout, weights.files, build_causal_model)
     models: list[Any] = []
     for buffer in range(3):
@@ -280,14 +304,16 @@ def test_the_process_reads_weights_where_the_learner_writes_them(llama: ModelSec
 
 
 def test_a_buffer_that_is_released_gives_its_memory_back(llama: ModelSection) -> None:
-    weights = SharedWeights(load_model(llama))
+    weights = SharedWeights(ModelWeights(load_model(llama)))
     assert [os.fstat(file).st_blocks for file in weights.files] == [0, 0, 0]
     weights.write(0)
     weights.write(2)
-    assert weights.free_buffer((0,)) == 2  # which has memory already
+    weights.reserve((0,))
+    assert weights.take_reserved() == 2  # which has memory already
     weights.release(2)
     taken = [os.fstat(file).st_blocks > 0 for file in weights.files]
-    assert taken == [True, False, False] and weights.free_buffer((0, None)) == 1
+    weights.reserve((0, None))
+    assert taken == [True, False, False] and weights.take_reserved() == 1
     weights.close()
 
 
@@ -359,7 +385,7 @@ async def test_a_real_process_ignores_ctrl_c_and_sigterm_and_ends_with_the_learn
 
 
 def test_a_process_whose_learner_is_gone_before_it_has_started_ends_too(llama: ModelSection) -> None:
-    weights = SharedWeights(load_model(llama))
+    weights = SharedWeights(ModelWeights(load_model(llama)))
     child = ProcessChild(EngineOptions(llama), weights.files)
     assert child.end(60) == 0  # it was not killed: its socket was closed
     weights.close()
@@ -372,13 +398,18 @@ from headrace.engines.base import SamplingParams
 from headrace.engines.process.engine import ProcessEngine
 from headrace.engines.process.wire import EngineOptions
 from headrace.models.load import load_model
+from headrace.weights.shared_memory import SharedWeights
+from headrace.weights.source import ModelWeights
+from headrace.weights.sync import WeightSync
 
 async def main():
     section = ModelSection(name=sys.argv[1])
-    engine = ProcessEngine(load_model(section), EngineOptions(section))
+    source = ModelWeights(load_model(section))
+    weights = SharedWeights(source)
+    engine = ProcessEngine(weights, EngineOptions(section))
     while True:
         await engine.generate([3], SamplingParams(max_tokens=200), 1)
-        await engine.load_weights(1)
+        await WeightSync(source, weights, engine).sync(1)
         print(engine.pid, flush=True)
 
 asyncio.run(main())

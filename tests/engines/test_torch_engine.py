@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -21,6 +22,9 @@ from headrace.models.causal import Draws, build_causal_model
 from headrace.models.logprobs import target_logprobs
 from headrace.models.packed import PackedRows
 from headrace.weights.digest import fingerprint
+from headrace.weights.in_place import InPlace
+from headrace.weights.source import ModelWeights
+from headrace.weights.sync import WeightSync
 from slow_models import slowed
 
 
@@ -60,6 +64,11 @@ class CountingModel:
             raise RuntimeError("the forward went up in smoke")
 
 
+def in_place_sync(hf_model: Any, engine: TorchEngine) -> WeightSync:
+    """Of an engine that decodes with the tensors of `hf_model`."""
+    return WeightSync(ModelWeights(hf_model), InPlace(engine._live.model), engine)
+
+
 class TorchEngineContract(EngineContract):
     family: str
     row_block = 0
@@ -84,6 +93,9 @@ class TorchEngineContract(EngineContract):
 
     def change_weights(self) -> None:
         tiny.randomise(self.hf_model, seed=99)
+
+    def new_sync(self, engine: TorchEngine) -> WeightSync:
+        return in_place_sync(self.hf_model, engine)
 
     def fingerprint(self) -> str:
         return fingerprint(self.hf_model.parameters())
@@ -195,11 +207,13 @@ async def test_a_crash_while_prefilling_reaches_the_callers(make: Make) -> None:
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
-async def test_shared_weights_cannot_be_handed_over(make: Make) -> None:
+async def test_weights_in_place_change_only_while_the_engine_is_paused(make: Make) -> None:
     engine, _ = make()
-    with pytest.raises(EngineError, match="shares the learner's weights"):
-        await engine.load_weights(1, {"weight": torch.zeros(1)})
+    with pytest.raises(EngineError, match="version 1 changes the weights under sequences being decoded; pause"):
+        await engine.begin_update(1)
     assert engine.version == 0
+    await engine.pause()
+    await engine.begin_update(1)
 
 
 async def test_a_model_length_above_the_models_own_is_refused(make: Make) -> None:
@@ -334,7 +348,7 @@ async def test_a_pinned_copy_computes_what_its_model_did(make: Make, family: str
     with torch.no_grad():
         for parameter in hf_model.parameters():
             parameter += 0.1 * parameter.requires_grad
-    await engine.load_weights(1)
+    await in_place_sync(hf_model, engine).sync(1)
     view = EvaluationView(engine)
     pinned = await soon(asyncio.gather(*(view.generate(row, params, i) for i, (row, params) in enumerate(requests))))
     assert pinned == before != await generate_all(engine, requests)
@@ -347,10 +361,11 @@ async def test_a_pinned_copy_computes_what_its_model_did(make: Make, family: str
 
 async def test_scoring_waits_while_the_learners_adapters_are_off(make: Make) -> None:
     hf_model = tiny.add_lora(tiny.tiny_model("llama"), "q_proj", "down_proj")
-    engine, _ = make(hf_model)
+    scoring = threading.Lock()
+    engine, _ = make(hf_model, scoring=scoring)
     (row,) = tiny.random_rows(20)
     expected = await engine.compute_logprobs([row])
-    with engine.scoring, hf_model.disable_adapter():
+    with scoring, hf_model.disable_adapter():
         scored = asyncio.ensure_future(engine.compute_logprobs([row]))
         await asyncio.sleep(0.02)
         assert not scored.done()

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fake_server import Answer, Asked, completion, serving
-from fakes import CharTokenizer, FakeEngine, bundled_tokenizer, char_chat, examples
+from fakes import FakeEngine, FakeEngines, FakeHost, bundled_tokenizer, char_chat, examples
 from headrace import registry
 from headrace.config import RunConfig
 from headrace.config.loading import build_config
@@ -28,7 +28,6 @@ from headrace.rollout.agent_loop import AgentLoop, close_all
 from headrace.rollout.chat import ChatTemplate
 from headrace.rollout.model_client import Model
 from headrace.rollout.workflow import single_turn
-from headrace.weights.base import SyncedWeights
 
 TASK = Task("1", instruction="Capital of France?", answer="Paris")
 HOSTILE = [
@@ -234,34 +233,27 @@ async def test_the_policy_judges_itself() -> None:
     assert engine.requests[0].params.temperature == 0.0
 
 
-class Critic:
-    """A backend whose model gives everything a seven."""
-
-    tokenizer = CharTokenizer()
+class Critic(FakeHost):
+    """A backend; its model gives everything a seven."""
 
     def __init__(self, config: RunConfig) -> None: ...
 
     @staticmethod
     def check(config: RunConfig) -> None: ...
 
-    def create_engine(self) -> FakeEngine:
-        return FakeEngine(lambda seed: "SCORE: 7")
-
-    async def publish(self, version: int) -> SyncedWeights:
-        return SyncedWeights(version, "0" * 16)
-
     async def close(self) -> None: ...
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["of the run", "of the set"])
 def test_a_run_shares_its_model_with_the_judger(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_registered", {("backend", "critic"): Critic})
+    engines = FakeEngines(lambda: FakeEngine(lambda seed: "SCORE: 7"))
+    monkeypatch.setattr(registry, "_registered", {("backend", "critic"): Critic, ("engine", "critic"): engines})
     judging = {"judger": "llm", "judger_args": {"correct_from": 0.7}}
     dev = {"tasks": "countdown", "args": {"split": "test", "count": 3}}
     sections = {"workflow": {}, "eval": {"sets": {"dev": {**dev, **judging}}}} if own else {
         "workflow": judging, "eval": {"sets": {"dev": dev}},
     }  # fmt: skip
-    metrics = evaluate_run(build_config({"backend": {"name": "critic"}, **sections}))
+    metrics = evaluate_run(build_config({"backend": {"name": "critic"}, "engine": {"name": "critic"}, **sections}))
     assert (metrics["eval/dev/reward"], metrics["eval/dev/pass@1"]) == (pytest.approx(0.7), 1.0)
     assert metrics["eval/dev/failed"] == 0
 

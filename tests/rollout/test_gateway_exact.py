@@ -13,6 +13,7 @@ import torch
 
 from fakes import FakeEngine, char_chat
 from headrace.backends.local.backend import LocalBackend
+from headrace.backends.setup import attach_engine, choose
 from headrace.config.loading import build_config
 from headrace.data.sample import merge_steps
 from headrace.data.sources.countdown import countdown_tasks
@@ -43,8 +44,9 @@ class Watched:
 async def bundled() -> AsyncIterator[tuple[Watched, Model]]:
     """The bundled model and its real engine."""
     torch.set_num_threads(1)
-    backend = LocalBackend(build_config({}))
-    engine = backend.create_engine()
+    config = build_config({})
+    backend = LocalBackend(config)
+    engine = attach_engine(config, backend, choose(config)).engine
     watched = Watched(engine)
     sampling = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, max_tokens=24)
     yield watched, Model(watched, ChatTemplate(backend.tokenizer), sampling, seed=3)

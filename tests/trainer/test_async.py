@@ -133,13 +133,13 @@ def test_an_evaluation_beside_asynchronous_training_is_of_the_version_it_began_w
 def test_weights_that_do_not_arrive_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from headrace.engines.torch.engine import TorchEngine
 
-    load = TorchEngine.load_weights
+    end_update = TorchEngine.end_update
 
-    async def other_weights(self: TorchEngine, version: int, weights: Any = None) -> str:
-        await load(self, version, weights)
+    async def other_weights(self: TorchEngine, version: int) -> str:
+        await end_update(self, version)
         return "0" * 16
 
-    monkeypatch.setattr(TorchEngine, "load_weights", other_weights)
+    monkeypatch.setattr(TorchEngine, "end_update", other_weights)
     with pytest.raises(WeightSyncError, match="fingerprint"):
         train(tmp_path, varied)
 

@@ -76,7 +76,7 @@ def test_no_update_is_made_before_its_batch_is_recorded(
     with Held(has(Recorder.batch), monkeypatch).holding(trainer.fit):
         (backend,) = null.made
         assert backend.forwards > 0  # it has come so far
-        assert backend.weights == 0.0 and not backend.steps and backend.publications == [0]
+        assert backend.weights == 0.0 and not backend.steps and backend.synced == [0]
     assert backend.weights == 3.0
 
 

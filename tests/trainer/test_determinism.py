@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.backends.local import engines
 from headrace.backends.local.backend import LocalBackend
-from headrace.backends.local.engines import learner_threads
 from headrace.cli.main import run
 from headrace.config import RunConfig
 from headrace.config.loading import build_config
+from headrace.engines import placement as placement_module
+from headrace.engines.placement import DETERMINISTIC_THREADS, engine_threads, learner_threads
 from headrace.errors import ConfigError
 from headrace.ledger import Ledger
 from headrace.models.kernels import cpu as native
@@ -61,11 +61,11 @@ def test_threads_are_the_same_on_every_machine_and_in_every_placement(
 ) -> None:
     trainer = {"placement": placement}
     for cores in (1, 2, 16):
-        monkeypatch.setattr(engines, "_cores", lambda cores=cores: cores)
+        monkeypatch.setattr(placement_module, "_cores", lambda cores=cores: cores)
         config = build_config({"run": {"deterministic": True}, "trainer": trainer})
-        assert learner_threads(config) == engines._engine_threads(config) == engines.DETERMINISTIC_THREADS
+        assert learner_threads(config) == engine_threads(config) == DETERMINISTIC_THREADS
         config = build_config({"run": {"deterministic": True}, "backend": {"threads": 5}, "trainer": trainer})
-        assert learner_threads(config) == engines._engine_threads(config) == 5
+        assert learner_threads(config) == engine_threads(config) == 5
 
 
 def test_colocated_and_separate_runs_end_with_the_same_weights_whatever_threads_there_are(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ def config(tmp_path: Path, **sections: Any) -> RunConfig:
     values: dict[str, Any] = {
         "run": {"dir": str(tmp_path / "new" / "runs"), "name": "try"},
         "backend": {"name": "null"},
+        "engine": {"name": "null"},
         "rollout": {"group_size": 2, "max_tokens": 4},
         "trainer": {"steps": 3, "batch_size": 2},
         "eval": {"sets": {"dev": {"tasks": "unused"}}},

@@ -121,7 +121,7 @@ def test_a_broken_buffer_ends_the_run(
 
 
 @every_schedule
-@pytest.mark.parametrize("method", ["generate", "load_weights"])
+@pytest.mark.parametrize("method", ["generate", "begin_update", "end_update"])
 @pytest.mark.parametrize("error", [EngineError("out of memory"), Broken("out of memory")])
 def test_a_broken_engine_ends_the_run(
     tmp_path: Path, schedule: str, method: str, error: Exception, monkeypatch: pytest.MonkeyPatch
@@ -170,7 +170,7 @@ def test_an_engine_that_says_it_is_dead_ends_the_run(
 
 
 @every_schedule
-@pytest.mark.parametrize("method", ["forward_backward", "optim_step", "publish", "save"])
+@pytest.mark.parametrize("method", ["forward_backward", "optim_step", "send", "save"])
 @pytest.mark.parametrize("error", [BackendError("no memory left"), Broken("no memory left")])
 def test_a_broken_learner_ends_the_run(
     tmp_path: Path, schedule: str, method: str, error: Exception, monkeypatch: pytest.MonkeyPatch
@@ -190,7 +190,7 @@ def test_a_learner_that_cannot_measure_old_rows_ends_the_run(tmp_path: Path, mon
 def test_weights_that_cannot_be_synced_at_the_start_end_the_run(
     tmp_path: Path, schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    break_method(monkeypatch, NullBackend, "publish", error=WeightSyncError("they did not arrive"))
+    break_method(monkeypatch, NullBackend, "send", error=WeightSyncError("they did not arrive"))
     with pytest.raises(WeightSyncError, match="they did not arrive"):
         failing_run(tmp_path, schedule)
 
@@ -491,7 +491,8 @@ def test_the_command_line_names_the_cause_and_does_not_exit_with_0(
     tmp_path: Path, mine: str, setting: str, says: str, bound: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = setting.format(mine=mine).split()
-    command = ["train", str(tmp_path / "run.toml"), "--backend.name=null", f"--trainer.max_staleness={bound}", *words]
+    null = ["--backend.name=null", "--engine.name=null", f"--trainer.max_staleness={bound}"]
+    command = ["train", str(tmp_path / "run.toml"), *null, *words]
     assert run_command(command) == 2
     *warned, error = capsys.readouterr().err.splitlines()
     assert error.startswith("error: ") and says in error
@@ -504,7 +505,7 @@ def test_the_process_ends_with_the_traceback_of_an_exception_that_is_not_ours(
 ) -> None:
     settings = [f"--trainer.max_staleness={bound}", f'--trainer.callbacks=["{mine}:Breaks"]']
     command = [sys.executable, "-m", "headrace", "train", str(tmp_path / "run.toml"), *settings,
-               "--backend.name=null_backend:NullBackend"]  # fmt: skip
+               "--backend.name=null_backend:NullBackend", "--engine.name=null_backend:NULL_ENGINE"]  # fmt: skip
     path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False,
                           env={**os.environ, "PYTHONPATH": path})  # fmt: skip

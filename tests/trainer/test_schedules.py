@@ -79,7 +79,7 @@ def check(ran: Ran, steps: int, bound: int, policy: str) -> None:
     backend = ran.backend
     assert ran.result.steps == steps == len(backend.steps)
     assert [row["step"] for row in ran.rows] == list(range(1, steps + 1))
-    assert backend.publications == list(range(steps + 1))
+    assert backend.synced == list(range(steps + 1))
     assert [row["staleness/max"] for row in ran.rows] == backend.ages
     assert all(row.get("drift/same_version", 0.0) == 0.0 for row in ran.rows)  # sampler and learner agree to the bit
     if policy in ("drop", "wait", "mask") or not bound:
@@ -283,7 +283,7 @@ def test_two_updates_per_batch_are_two_steps_and_one_version(tmp_path: Path) -> 
         ran = null_run(tmp_path / str(number), null=Null(heavy_tail, 1.0), callbacks=[Watcher()], trainer=trainer)
         assert len(ran.backend.steps) == ran.result.steps == 5
         assert [row["step"] for row in ran.rows] == [2, 4, 5]
-        assert ran.backend.publications == [0, 1, 2, 3]
+        assert ran.backend.synced == [0, 1, 2, 3]
         assert max(ran.backend.ages) <= trainer["max_staleness"]
 
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from fakes import CharTokenizer, FakeEngine
+from fakes import FakeEngines, FakeHost
 from headrace import registry
 from headrace.config import RunConfig
 from headrace.config.loading import build_config
@@ -16,14 +16,12 @@ from headrace.errors import ConfigError, DataError
 from headrace.evaluation.evaluate import evaluate_run
 from headrace.evaluation.setup import assemble_evaluation
 from headrace.trainer.setup import Given, assemble
-from headrace.weights.base import SyncedWeights
 
 
-class FakeBackend:
+class FakeBackend(FakeHost):
     """Remembers what was asked of it, in order."""
 
     said: ClassVar[list[str]] = []
-    tokenizer = CharTokenizer()
 
     def __init__(self, config: RunConfig) -> None:
         self.said.append("load")
@@ -32,25 +30,20 @@ class FakeBackend:
     def check(config: RunConfig) -> None:
         FakeBackend.said.append("check")
 
-    def create_engine(self) -> FakeEngine:
-        return FakeEngine()
-
-    async def publish(self, version: int) -> SyncedWeights:
-        return SyncedWeights(version, "0" * 16)
-
     async def close(self) -> None: ...
 
 
 @pytest.fixture(autouse=True)
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the backend was asked."""
-    monkeypatch.setattr(registry, "_registered", {("backend", "fake"): FakeBackend})
+    monkeypatch.setattr(registry, "_registered", {("backend", "fake"): FakeBackend, ("engine", "fake"): FakeEngines()})
     monkeypatch.setattr(FakeBackend, "said", [])
     return FakeBackend.said
 
 
 def config(**sections: Any) -> RunConfig:
-    base = {"backend": {"name": "fake"}, "workflow": {"judger": "countdown"}, "data": {"args": {"count": 20}}}
+    fake = {"backend": {"name": "fake"}, "engine": {"name": "fake"}}
+    base = {**fake, "workflow": {"judger": "countdown"}, "data": {"args": {"count": 20}}}
     return resolve_objective(build_config({**base, **sections}))
 
 
@@ -71,7 +64,7 @@ def test_the_backend_is_asked_whether_it_can_before_it_loads_anything(said: list
         ({"workflow": {"grouping": "by_stp"}}, 'unknown grouping "by_stp"'),
         ({"workflow": {"judger": "countdown", "judger_args": {"formt": 1}}}, "unexpected keyword argument 'formt'"),
         ({"algorithm": {"estimator": "grop"}}, 'unknown estimator "grop"'),
-        ({"algorithm": {"loss": "ppo_clp"}, "backend": {"name": "local"}}, 'unknown loss "ppo_clp"'),
+        ({"algorithm": {"loss": "ppo_clp"}, "backend": {"name": "local"}, "engine": {}}, 'unknown loss "ppo_clp"'),
         ({"engine": {"name": "trch"}, "backend": {"name": "local"}}, 'did you mean "torch"'),
         ({"data": {"tasks": "cuontdown"}}, 'unknown tasks "cuontdown"'),
         ({"data": {"args": {"cuont": 3}}}, "unexpected keyword argument 'cuont'"),
@@ -141,6 +134,5 @@ def test_evaluating_does_not_load_the_training_tasks() -> None:
 
 
 def test_headrace_eval_needs_no_training_tasks() -> None:
-    values = {"backend": {"name": "fake"}, "workflow": {"judger": "countdown"}, "data": {"tasks": "nowhere.jsonl"}}
-    metrics = evaluate_run(build_config({**values, "eval": DEV}))
+    metrics = evaluate_run(config(data={"tasks": "nowhere.jsonl"}, eval=DEV))
     assert metrics["eval/dev/tasks"] == 3

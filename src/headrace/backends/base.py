@@ -7,15 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from headrace.config import AlgorithmSection, RunConfig
 from headrace.data.episode import Step
 from headrace.data.sample import TrainBatch
-from headrace.engines.base import RolloutEngine
+from headrace.engines.base import ModelHost
 from headrace.errors import ConfigError
 from headrace.tracking.metrics import MetricsAggregator
-from headrace.weights.base import SyncedWeights
 
 Scorer = Literal["policy", "reference"]
 """Which model scores rows."""
@@ -35,9 +34,11 @@ class Trained:
 
 
 class Backend(Protocol):
-    """Owns the trainable model. Gradients accumulate over `forward_backward` calls until `optim_step`."""
+    """Owns the trainable model, and knows no engine. Gradients accumulate until `optim_step`."""
 
     tokenizer: Any
+    transports: ClassVar[tuple[str, ...]]
+    """How it can send weights to an engine."""
 
     @staticmethod
     def check(config: RunConfig) -> None:
@@ -47,8 +48,8 @@ class Backend(Protocol):
         """
         ...
 
-    def create_engine(self) -> RolloutEngine:
-        """The engine that samples from this backend's policy."""
+    def host(self, transport: str) -> ModelHost:
+        """What the run's engine needs of this backend, and the sender of one of its transports. Called once."""
         ...
 
     async def forward_backward(self, batch: TrainBatch, algorithm: AlgorithmSection) -> Trained:
@@ -74,8 +75,8 @@ class Backend(Protocol):
         """Per step, the teacher's log-probability of every response token."""
         ...
 
-    async def publish(self, version: int) -> SyncedWeights:
-        """Hand the current weights to the engine as `version`; raise WeightSyncError if it answers with others."""
+    async def refresh_teacher(self) -> None:
+        """Copy the policy's weights, as they are now, into the teacher."""
         ...
 
     async def save(self, folder: Path) -> None:
@@ -97,7 +98,7 @@ class Backend(Protocol):
 
 @runtime_checkable
 class Snapshots(Protocol):
-    """What a backend may do beside: copy its state, so that it is written to disk while training goes on."""
+    """What a backend may also do: copy its state, so that it is written to disk while training continues."""
 
     async def snapshot(self) -> Callable[[Path], None]:
         """Copy in memory what `save` would write now; the function returned writes it, on a thread of its own.
@@ -109,7 +110,7 @@ class Snapshots(Protocol):
 
 @runtime_checkable
 class SaysNumerics(Protocol):
-    """What a backend may do beside: say what the bits of its results depend on, apart from the configuration."""
+    """What a backend may also do: say what the bits of its results depend on, apart from the configuration."""
 
     @staticmethod
     def numerics(config: RunConfig) -> dict[str, str]:

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from headrace.config import RunConfig
 from headrace.errors import ConfigError
+from headrace.weights.base import WeightSender, WeightSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +80,33 @@ class Generates(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class EngineAbilities:
+    """What an engine can do. Start-up rules read it, so that no run begins with an engine that cannot serve it."""
+
+    transports: tuple[str, ...]
+    """How it can take weights, the preferred way first."""
+    exact_seeds: bool = True
+    """The tokens of a request depend on nothing but its weights, prompt and seed; `run.deterministic` needs it."""
+    pins: bool = True
+    """It can keep one version for pinned requests while it serves newer ones; evaluation beside training needs it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelHost:
+    """What a backend lends to the engine of its run."""
+
+    tokenizer: Any
+    eos_ids: tuple[int, ...]
+    max_length: int | None
+    """The longest row that the model reads; None if the backend does not know."""
+    weights: WeightSource
+    sender: WeightSender
+    """Of the transport that was chosen; the engine takes the other end of it."""
+
+
 class RolloutEngine(Protocol):
     """Tokens in; tokens, log-probabilities and versions out."""
-
-    shares_weights: bool
-    """Whether it samples from the learner's very own weights, and so must be paused while they change."""
 
     async def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams, seed: int, pinned: bool = False
@@ -102,18 +126,22 @@ class RolloutEngine(Protocol):
         ...
 
     async def resume(self) -> None:
-        """Go on decoding."""
+        """Continue decoding."""
         ...
 
-    async def load_weights(self, version: int, weights: Any = None) -> str:
-        """Take new weights between two tokens; returns the fingerprint of what the engine now decodes with.
+    async def begin_update(self, version: int) -> None:
+        """Make ready for new weights, which the sender brings before `end_update`."""
+        ...
 
-        None: the learner's weights as they are now.
+    async def end_update(self, version: int) -> str:
+        """Decode with the weights that were sent, from one token to the next; the fingerprint of what is decoded with.
+
+        The fingerprint is taken here, of what decoding reads: it is the proof that the weights arrived.
         """
         ...
 
     async def pin(self) -> int:
-        """Keep the weights served now, whatever is published, for pinned requests; returns their version."""
+        """Keep the weights served now for pinned requests, whatever is synced later; returns their version."""
         ...
 
     async def unpin(self) -> None:
@@ -121,7 +149,7 @@ class RolloutEngine(Protocol):
         ...
 
     async def release_cache(self) -> None:
-        """Give cache memory back while the engine is paused or idle; it is rebuilt when decoding goes on."""
+        """Give cache memory back while the engine is paused or idle; it is rebuilt when decoding continues."""
         ...
 
     async def restart(self) -> None:
@@ -134,6 +162,18 @@ class RolloutEngine(Protocol):
 
     async def close(self) -> None:
         """Stop; requests still under way fail."""
+        ...
+
+
+class EngineFactory(Protocol):
+    """What an engine's name stands for: an engine's class, or an object that makes engines."""
+
+    def abilities(self, config: RunConfig) -> EngineAbilities:
+        """What the engine will be able to do. Called before anything is loaded."""
+        ...
+
+    def __call__(self, config: RunConfig, host: ModelHost) -> RolloutEngine:
+        """The engine. `host.sender` is of a transport that is among its abilities."""
         ...
 
 

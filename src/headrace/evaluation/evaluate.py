@@ -191,7 +191,7 @@ async def _evaluate(config: RunConfig, checkpoint: Path | None, evaluation: _Eva
         with working(f"loading {checkpoint or 'the engine'}"):
             if checkpoint is not None:
                 await load_checkpoint(checkpoint, parts.backend, _report)
-            await parts.backend.publish(0)  # an engine of its own would have the weights of the model as it was loaded
+            await parts.sync.sync(0)  # the engine may have the weights of the model as it was loaded
         await evaluation.run(parts.evaluator)
     finally:
         await parts.engine.close()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.backends.base import Backend
+from headrace.backends.setup import Choice, Policy, attach_engine, choose
 from headrace.config import RunConfig
 from headrace.config.names import EVALUATION, check_names
 from headrace.data.task import Message
@@ -16,7 +17,6 @@ from headrace.evaluation.evaluator import Evaluator
 from headrace.evaluation.plan import EvaluationPlan, EvaluationSets, Way, evaluation_sets
 from headrace.judge.base import Judger
 from headrace.judge.router import configured_judger
-from headrace.registry import resolve
 from headrace.rollout.agent_loop import AgentLoop, Limits, lend_policy
 from headrace.rollout.chat import ChatTemplate
 from headrace.rollout.gateway import configure as configure_gateway
@@ -24,6 +24,7 @@ from headrace.rollout.remote_model import Client, NoEngine, remote_model
 from headrace.rollout.store import Values
 from headrace.rollout.workflow import RunFunction, run_function
 from headrace.utils.threads import run_in_thread
+from headrace.weights.sync import WeightSync
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,7 @@ class EvaluationParts:
 
     backend: Backend
     engine: RolloutEngine
+    sync: WeightSync
     chat: ChatTemplate
     evaluator: Evaluator
 
@@ -48,30 +50,22 @@ def assemble_evaluation(config: RunConfig) -> EvaluationParts:
     config = in_this_process(config)
     check_names(config, keys=EVALUATION)
     run, judge = run_function(config.workflow), configured_judger(config.workflow, config.judge)
-    new_backend = checked_backend(config)
-    return evaluation_parts(config, run, judge, evaluation_sets(config), new_backend)
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """A model: who trains it, and who samples from it."""
-
-    backend: Backend
-    engine: RolloutEngine
+    choice = choose(config)
+    return evaluation_parts(config, run, judge, evaluation_sets(config), choice)
 
 
 @asynccontextmanager
 async def open_policy(config: RunConfig) -> AsyncIterator[Policy]:
     """The model that a configuration names, loaded, with its engine in this process. Both are closed at the end."""
     config = in_this_process(config)
-    backend: Backend = await run_in_thread(checked_backend(config), config)
-    policy = Policy(backend, backend.create_engine())
+    choice = choose(config)
+    policy = attach_engine(config, await run_in_thread(choice.new_backend, config), choice)
     try:
-        await backend.publish(0)
+        await policy.sync.sync(0)
         yield policy
     finally:
         await policy.engine.close()
-        await backend.close()
+        await policy.backend.close()
 
 
 def evaluation_parts(
@@ -79,17 +73,16 @@ def evaluation_parts(
     run: RunFunction,
     judge: Judger | None,
     sets: EvaluationSets,
-    new_backend: Any,
+    choice: Choice,
     values: Values | None = None,
 ) -> EvaluationParts:
     """Loads the model."""
     configure_gateway(config.gateway)
     plan = EvaluationPlan.from_config(config, run, judge, sets)
-    backend: Backend = new_backend(config)
-    engine = backend.create_engine()
-    chat = ChatTemplate(backend.tokenizer)
-    evaluator = Evaluator.from_plan(config, plan, engine, chat, values)
-    return EvaluationParts(backend, engine, chat, evaluator)
+    policy = attach_engine(config, choice.new_backend(config), choice)
+    chat = ChatTemplate(policy.backend.tokenizer)
+    evaluator = Evaluator.from_plan(config, plan, policy.engine, chat, values)
+    return EvaluationParts(policy.backend, policy.engine, policy.sync, chat, evaluator)
 
 
 def assemble_remote_evaluation(config: RunConfig, client: Client) -> Evaluator:
@@ -108,10 +101,3 @@ def assemble_remote_evaluation(config: RunConfig, client: Client) -> Evaluator:
         return AgentLoop(way.run, NoEngine(), no_template, way.judge, limits, training=False, new_model=new_model)
 
     return Evaluator.over(config, plan, new_loop)
-
-
-def checked_backend(config: RunConfig) -> Any:
-    """The backend's class, which can do all that the configuration asks for."""
-    found = resolve("backend", config.backend.name)
-    found.check(config)
-    return found

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from headrace.backends.local.backend import eos_token_ids
+from headrace.backends.local.host import eos_token_ids
 from headrace.backends.local.storage import load_weights
 from headrace.config import LoraSection, ModelSection
 from headrace.engines.torch.engine import usable_length
@@ -61,7 +61,7 @@ class Base:
         self.tokenizer = load_tokenizer(options.model)
         self.hf_model = load_model(section).eval().requires_grad_(False)
         self.model = build_causal_model(self.hf_model)
-        self.max_length = usable_length(self.model, options.max_model_length)
+        self.max_length = usable_length(self.model.max_length, options.max_model_length)
         self.eos_ids = eos_token_ids(self.hf_model, self.tokenizer)
         self._layers = _linear_layers(self.hf_model)
 

@@ -72,9 +72,16 @@ class Learner:
             made = 1
         else:
             made = await self._several_updates(step)
+        await self._refresh_teacher()
         samples = [sample for part in self._parts for sample in part.batch.samples]
         self.metrics.merge(batch_metrics(self._finished, samples, self._version))
         return made
+
+    async def _refresh_teacher(self) -> None:
+        """The teacher becomes the policy at every Nth version."""
+        every, version = self._config.distill.refresh_every, self._version + 1
+        if every and version % every == 0:
+            await self._backend.refresh_teacher()
 
     async def _several_updates(self, step: int) -> int:
         (whole,) = self._parts  # a supervised term beside it is refused at start-up

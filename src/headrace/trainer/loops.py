@@ -156,20 +156,19 @@ class TrainingLoops:
     ) -> SyncedWeights:
         """Change the weights and sync them to the engine."""
         run, before, trainer = self._run, self.step, self.config.trainer
-        shares = run.engine.shares_weights
         if not (trainer.max_staleness and trainer.partial_rollouts):
             run.coordinator.pause()  # synchronous: evaluation and checkpoint see the engine idle
-        if shares:
+        if run.sync.in_place:
             await self._drained()
             await run.engine.pause()  # until it has the version: tokens in between would carry the wrong one
         self.step += await run.learner.update(self.step)
         await self._drained()
-        synced = await run.backend.publish(run.coordinator.version + 1)
+        synced = await run.sync.sync(run.coordinator.version + 1)
         run.lifecycle.trained(fresh, again, before, self.step - before, synced)
         run.coordinator.needs(
             batches_left(self.config, self.step)
         )  # a batch of few rows makes fewer updates than it should
-        if shares and not (run.releases_cache if releases_cache is None else releases_cache):
+        if run.sync.in_place and not (run.releases_cache if releases_cache is None else releases_cache):
             await run.engine.resume()
         self._skipped_in_a_row = 0
         await run.callbacks.call("on_policy_updated", synced.version, synced.fingerprint)

@@ -39,7 +39,7 @@ class ReplayedStep:
     metrics: dict[str, float]
     fingerprint: str
     recorded: str | None
-    """That of the weights that the run published; None if it was killed before."""
+    """That of the weights that the run synced; None if it was killed before."""
 
     @property
     def same(self) -> bool | None:
@@ -103,17 +103,17 @@ class Replay:
         self, record: BatchRecord, parts: RunParts, buffer: TrajectoryGroupBuffer, learner: Learner
     ) -> ReplayedStep:
         if record.version == 0:
-            await parts.backend.publish(0)
+            await parts.sync.sync(0)
         fresh, again = (self._groups(ids, buffer) for ids in (record.group_ids, record.again))
         await learn_recorded(learner, record, fresh, again)
         made = await learner.update(record.step)
-        publication = await parts.backend.publish(record.version + 1)
-        recorded = self._ledger.publication(publication.version)
+        synced = await parts.sync.sync(record.version + 1)
+        recorded = self._ledger.publication(synced.version)
         return ReplayedStep(
             step=record.step + made,
-            version=publication.version,
+            version=synced.version,
             metrics=learner.metrics.reduce(),
-            fingerprint=publication.fingerprint,
+            fingerprint=synced.fingerprint,
             recorded=recorded.fingerprint if recorded else None,
         )
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from headrace.algorithms.objectives import Objective, demonstration_sampler
 from headrace.backends.base import Backend, SaysNumerics
+from headrace.backends.setup import choose
 from headrace.config import RunConfig
 from headrace.config.conditions import chosen, samples_as_learned
 from headrace.config.names import check_names
@@ -24,7 +25,7 @@ from headrace.engines.base import RolloutEngine
 from headrace.errors import ConfigError
 from headrace.evaluation.evaluator import Evaluator
 from headrace.evaluation.plan import Tasks, check_tasks, evaluation_sets
-from headrace.evaluation.setup import checked_backend, evaluation_parts
+from headrace.evaluation.setup import evaluation_parts
 from headrace.judge.router import configured_judger
 from headrace.ledger.episode_record import Journal
 from headrace.registry import resolve
@@ -53,6 +54,7 @@ from headrace.trainer.step_clock import StepClock
 from headrace.utils.deadline import end_user_tasks
 from headrace.utils.threads import run_in_thread
 from headrace.utils.usercode import Abandoned, reporting_abandoned
+from headrace.weights.sync import WeightSync
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,7 @@ class RunParts:
 
     backend: Backend
     engine: RolloutEngine
+    sync: WeightSync
     sampler: TaskSampler
     new_loop: Callable[[Journal], AgentLoop]
     evaluator: Evaluator
@@ -132,7 +135,7 @@ def assemble(
             "or use a workflow that returns a number"
         )
     report("loading the training backend")
-    new_backend = checked_backend(config)
+    choice = choose(config)
     check_declared(config)
     data = load_training(config.data, given.tasks, report)
     warn_of_bad_rows(data, "the training tasks")
@@ -146,13 +149,13 @@ def assemble(
     check_overlap(config.data, data.tasks, {name: tasks for name, (_, tasks) in sets.items()})
     demonstrations = demonstration_sampler(config)
     report(f"loading the model {config.model.name}")
-    parts = evaluation_parts(config, run, judge, sets, new_backend, values)
+    parts = evaluation_parts(config, run, judge, sets, choice, values)
 
     def new_loop(journal: Journal) -> AgentLoop:
         return training_loop(config, run, judge, parts.engine, parts.chat, journal=journal, values=values)
 
     objective: Objective = new_objective(config, parts.backend, parts.chat, demonstrations, policy)
-    return RunParts(parts.backend, parts.engine, sampler, new_loop, parts.evaluator, objective, policy)
+    return RunParts(parts.backend, parts.engine, parts.sync, sampler, new_loop, parts.evaluator, objective, policy)
 
 
 def numerics_of(config: RunConfig) -> dict[str, str]:
@@ -171,6 +174,7 @@ class Run:
     stop: StopRequest
     backend: Backend
     engine: RolloutEngine
+    sync: WeightSync
     manager: AgentLoopManager
     policy: StalenessPolicy
     journal: RunJournal
@@ -267,7 +271,7 @@ async def open_run(
         beside = _Beside(folder, loop, journal, trackers, callbacks, evaluating, checkpoints, abandoned, stop)
         run = _build(config, parts, beside, state)
         trackers.progress("syncing the weights to the engine")
-        await parts.backend.publish(run.start.version)
+        await parts.sync.sync(run.start.version)
         yield run
 
 
@@ -330,8 +334,8 @@ def _build(config: RunConfig, parts: RunParts, beside: _Beside, state: TrainerSt
     )
     resumed = restore_loops(start, journal, sampler, buffer, lifecycle, policy)
     learner = Learner(config, parts.backend, parts.objective, policy)
-    shares = engine.shares_weights
-    streams = learner.streams and (not shares if section.stream is None else section.stream)
+    in_place = parts.sync.in_place
+    streams = learner.streams and (not in_place if section.stream is None else section.stream)
     releases = section.max_staleness == 0 if section.release_cache is None else section.release_cache
     stopping = beside.stop
     manager = AgentLoopManager(
@@ -344,9 +348,9 @@ def _build(config: RunConfig, parts: RunParts, beside: _Beside, state: TrainerSt
     alarms = Alarms(config.alarm, config.algorithm.roles, samples_as_learned(config), trackers.message)
     return Run(
         config=config, folder=beside.folder, start=start, stop=stopping, backend=parts.backend, engine=engine,
-        manager=manager, policy=policy, journal=journal, trackers=trackers,
+        sync=parts.sync, manager=manager, policy=policy, journal=journal, trackers=trackers,
         callbacks=callbacks, evaluating=beside.evaluating, evaluations=evaluations,
         alarms=alarms, checkpoints=beside.checkpoints, coordinator=coordinator,
         buffer=buffer, lifecycle=lifecycle, learner=learner, clock=StepClock(),
-        abandoned=beside.abandoned, releases_cache=shares and releases and not streams,
+        abandoned=beside.abandoned, releases_cache=in_place and releases and not streams,
     )  # fmt: skip

@@ -1,7 +1,7 @@
-"""Trained weights in memory that learner and engine process share.
+"""Transport "shared_memory": trained weights in memory that learner and engine process share.
 
-There are three buffers: the one that the engine decodes with, the one that the next publication is written to, and
-one more while weights are pinned. Each is an anonymous file: it has no name that could be left behind, is not bound by
+There are three buffers: the one that the engine decodes with, the one that the next version is written to, and one
+more while weights are pinned. Each is an anonymous file: it has no name that could be left behind, is not bound by
 the size of /dev/shm, takes memory only once it is written to, and is gone with the last process that has it open.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -21,15 +21,16 @@ from torch import Tensor, nn
 
 from headrace.errors import EngineError
 from headrace.models.causal import CausalModel
-from headrace.models.modules import ALIGNMENT, copy_modules, trained_parameters
+from headrace.models.modules import ALIGNMENT, copy_modules
 from headrace.utils.bulk_copy import THREADS, bulk_map
+from headrace.weights.source import ModelWeights
 
 BUFFERS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a buffer holds one parameter; `start` is in bytes."""
+class Slot:
+    """Where a buffer holds one tensor; `start` is in bytes."""
 
     name: str
     dtype: torch.dtype
@@ -42,13 +43,13 @@ class Place:
 class Layout:
     """Where a buffer holds what."""
 
-    places: tuple[Place, ...]
+    slots: tuple[Slot, ...]
     size: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """A stretch of one of the learner's storages that holds trained parameters, and its place in a buffer."""
+    """A stretch of one of the learner's storages that holds trained parameters, and where a buffer has it."""
 
     storage: torch.UntypedStorage
     first: int
@@ -67,24 +68,42 @@ class _Span:
 class SharedWeights:
     """The learner's side: it writes, the engine process reads."""
 
-    def __init__(self, hf_model: Any) -> None:
-        self._trained = trained_parameters(hf_model)
-        names = {parameter: name for name, parameter in hf_model.named_parameters()}
-        spans = _spans(self._trained)
+    in_place = False
+
+    def __init__(self, source: ModelWeights) -> None:
+        self._source = source
+        tensors = source.tensors()
+        spans = _spans(tensors.values())
         self._slices = [span.in_buffer for span in spans.values()]
-        self.layout = _layout({names[parameter]: parameter for parameter in self._trained}, spans)
+        self.layout = _layout(tensors, spans)
         self.files = [_anonymous_file(self.layout.size) for _ in range(BUFFERS)]
         self._maps = [mmap.mmap(file, self.layout.size) for file in self.files]
         self._written: set[int] = set()
+        self._reserved: int | None = None
 
-    def free_buffer(self, used: Collection[int | None]) -> int:
-        """A buffer that is not in use; one that has memory already rather than one that has not."""
+    def reserve(self, used: Collection[int | None]) -> None:
+        """Choose the buffer of the next version: not one in use, and rather one that has memory already."""
         free = [buffer for buffer in range(BUFFERS) if buffer not in used]
-        return min(free, key=lambda buffer: (buffer not in self._written, buffer))
+        self._reserved = min(free, key=lambda buffer: (buffer not in self._written, buffer))
+
+    async def send(self, version: int) -> None:
+        """Copy the learner's weights into the reserved buffer, on the learner's thread."""
+        if self._reserved is None:
+            raise EngineError(f"version {version} is sent before begin_update; begin an update, then send")
+        buffer = self._reserved
+        await self._source.on_learner(lambda: self.write(buffer))
+
+    def take_reserved(self) -> int:
+        """The buffer of the version that was sent; the next one needs another."""
+        if self._reserved is None:
+            raise EngineError("end_update came before begin_update; begin an update, send the weights, then end it")
+        buffer, self._reserved = self._reserved, None
+        return buffer
 
     def write(self, buffer: int) -> None:
         """Copy the learner's weights as they are now, at the speed of memory."""
-        spans = _spans(self._trained).values()  # anew: someone may have moved a parameter to other memory
+        tensors = self._source.tensors()  # anew: someone may have moved a parameter to other memory
+        spans = _spans(tensors.values()).values()
         assert [span.in_buffer for span in spans] == self._slices, "parameters are laid out otherwise than at the start"
         whole = np.frombuffer(self._maps[buffer], dtype=np.uint8)
         pieces: list[tuple[np.ndarray, np.ndarray]] = []
@@ -117,13 +136,13 @@ class BoundModels:
         self._trained = {name: p for name, p in hf_model.named_parameters() if p.requires_grad}
         self._layout, self._files, self._build = layout, files, build
         self._models: dict[int, CausalModel] = {}
-        expected = {place.name: (place.shape, place.dtype) for place in layout.places}
+        expected = {slot.name: (slot.shape, slot.dtype) for slot in layout.slots}
         found = {name: (tuple(p.shape), p.dtype) for name, p in self._trained.items()}
         if found != expected:
             odd = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
             raise EngineError(
                 f"the engine's model is not the learner's: {len(odd)} trained tensors differ, such as {odd[0]}; "
-                f"was the model's folder changed while the run goes on?"
+                f"was the model's folder changed during the run?"
             )
 
     def model(self, buffer: int) -> CausalModel:
@@ -142,19 +161,17 @@ class BoundModels:
     def _views(self, buffer: int) -> dict[str, Tensor]:
         whole = torch.frombuffer(mmap.mmap(self._files[buffer], self._layout.size), dtype=torch.uint8)
         return {
-            place.name: whole.view(place.dtype).as_strided(
-                place.shape, place.stride, place.start // place.dtype.itemsize
-            )
-            for place in self._layout.places
+            slot.name: whole.view(slot.dtype).as_strided(slot.shape, slot.stride, slot.start // slot.dtype.itemsize)
+            for slot in self._layout.slots
         }
 
 
-def _spans(parameters: Sequence[nn.Parameter]) -> dict[int, _Span]:
-    """By address of the storage. Storages are kept whole: what decoding reads as one matrix must stay one."""
+def _spans(tensors: Iterable[Tensor]) -> dict[int, _Span]:
+    """By address of the storage. Storages stay in one piece: what decoding reads as one matrix must stay one."""
     ends: dict[int, tuple[torch.UntypedStorage, int, int]] = {}
-    for parameter in parameters:
-        storage = parameter.data.untyped_storage()
-        first, last = _extent(parameter)
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        first, last = _extent(tensor)
         _, known_first, known_last = ends.get(storage.data_ptr(), (storage, first, last))
         ends[storage.data_ptr()] = (storage, min(first, known_first), max(last, known_last))
     spans: dict[int, _Span] = {}
@@ -165,21 +182,21 @@ def _spans(parameters: Sequence[nn.Parameter]) -> dict[int, _Span]:
     return spans
 
 
-def _extent(parameter: nn.Parameter) -> tuple[int, int]:
-    """First byte of the parameter within its storage, and the first after it."""
-    tensor, size = parameter.data, parameter.element_size()
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """First byte of the tensor within its storage, and the first after it."""
+    size = tensor.element_size()
     reach = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
     first = int(tensor.storage_offset())
     return first * size, (first + reach + 1) * size
 
 
-def _layout(parameters: dict[str, nn.Parameter], spans: dict[int, _Span]) -> Layout:
-    places = []
-    for name, parameter in parameters.items():
-        span = spans[parameter.data.untyped_storage().data_ptr()]
-        start = span.start + _extent(parameter)[0] - span.first
-        places.append(Place(name, parameter.dtype, tuple(parameter.shape), parameter.stride(), start))
-    return Layout(tuple(places), _aligned(max(span.in_buffer.stop for span in spans.values())))
+def _layout(tensors: Mapping[str, Tensor], spans: dict[int, _Span]) -> Layout:
+    slots = []
+    for name, tensor in tensors.items():
+        span = spans[tensor.untyped_storage().data_ptr()]
+        start = span.start + _extent(tensor)[0] - span.first
+        slots.append(Slot(name, tensor.dtype, tuple(tensor.shape), tensor.stride(), start))
+    return Layout(tuple(slots), _aligned(max(span.in_buffer.stop for span in spans.values())))
 
 
 def _aligned(size: int) -> int:

@@ -1,19 +1,18 @@
-"""LocalBackend: full fine-tuning or LoRA with torch; the colocated engine samples from the very same weights."""
+"""LocalBackend: full fine-tuning or LoRA with torch, on one machine."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
 from headrace.backends.base import Scorer, Trained
-from headrace.backends.local.engines import LocalEngine, check_threads, learner_threads, new_engine, takes_turns
 from headrace.backends.local.frozen import FrozenModel, score_rows
+from headrace.backends.local.host import eos_token_ids, new_host
 from headrace.backends.local.numerics import numerics
 from headrace.backends.local.optim import apply_gradient, new_adamw
 from headrace.backends.local.storage import (
@@ -40,28 +39,28 @@ from headrace.backends.local.tokens import TokenTensors
 from headrace.config import AlgorithmSection, RunConfig
 from headrace.data.episode import Step
 from headrace.data.sample import TrainBatch
-from headrace.engines.process.engine import ProcessEngine
-from headrace.engines.torch.engine import TorchEngine
-from headrace.errors import BackendError, ConfigError
+from headrace.engines.base import ModelHost
+from headrace.engines.placement import DETERMINISTIC_ROWS, check_threads, learner_threads, takes_turns
+from headrace.errors import BackendError
 from headrace.models.catalog import resolve_model
 from headrace.models.causal import build_causal_model
 from headrace.models.load import load_model, load_tokenizer
 from headrace.models.logprobs import target_logprobs, wide_dtype
-from headrace.models.modules import lay_end_to_end, trained_parameters
+from headrace.models.modules import lay_end_to_end
 from headrace.models.packed import PackedRows
 from headrace.models.tensor_threads import TensorThread
-from headrace.registry import names, nearest
 from headrace.tracking.metrics import MetricsAggregator
 from headrace.utils.memory import keep_freed_memory
-from headrace.weights.base import SyncedWeights
-from headrace.weights.digest import fingerprint
+from headrace.weights.in_place import InPlace
+from headrace.weights.source import ModelWeights
 
 T = TypeVar("T")
-_ROW_BLOCK = 32
 
 
 class LocalBackend:
     """Owns model and optimizer; all tensor work runs on one thread of its own at a time."""
+
+    transports: ClassVar[tuple[str, ...]] = ("in_place", "shared_memory")
 
     def __init__(self, config: RunConfig) -> None:
         self._worker = TensorThread("headrace-learner", stays=takes_turns(config))
@@ -78,31 +77,23 @@ class LocalBackend:
         self.hf_model = load_model(config.model)
         self.hf_model.train()
         if config.trainer.placement == "separate":
-            lay_end_to_end(self.hf_model)  # publications copy all of it
+            lay_end_to_end(self.hf_model)  # a weight sync copies all of it
         self.model = build_causal_model(self.hf_model, config.model.fast_path)
-        self.model.row_block = _ROW_BLOCK if config.run.deterministic else 0
+        self.model.row_block = DETERMINISTIC_ROWS if config.run.deterministic else 0
         self.model.shares_prefixes &= config.backend.share_prefixes
-        if config.trainer.placement == "colocate":
-            self.model.decode_with(config.engine.weights)
         if config.backend.gradient_checkpointing:
             self._checkpoint_gradients()
         self.value_head = self._new_value_head() if config.algorithm.value_head else None
-        self._policy_weights = trained_parameters(self.hf_model)
+        self._weights = ModelWeights(self.hf_model, self._on_worker)
+        self._in_place = InPlace(self.model, self._worker)
         self._trainable = [p for p in self._modules().parameters() if p.requires_grad]
         self.optimizer = new_adamw(self._trainable, config.optimizer)
-        self._engine: LocalEngine | None = None
         self._reference: FrozenModel | None = None
         self._teacher: Teacher | None = None
         self._copied: State | None = None  # of the last snapshot, whose memory the next one uses
 
     @staticmethod
     def check(config: RunConfig) -> None:
-        engine, known = config.engine.name, names("engine")
-        if engine != "torch":
-            raise ConfigError(
-                f'backend "local" samples with engine "torch", got "{engine}"'
-                f'{"" if engine in known else nearest(engine, known)}; set engine.name = "torch"'
-            )
         check_threads(config)
         require_known_losses(config)
         if config.distill.teacher != "initial":
@@ -112,10 +103,8 @@ class LocalBackend:
     def numerics(config: RunConfig) -> dict[str, str]:
         return numerics(config)
 
-    def create_engine(self) -> LocalEngine:
-        ends = eos_token_ids(self.hf_model, self.tokenizer)
-        self._engine = new_engine(self._config, self.hf_model, self.model, self.tokenizer, ends, self._worker)
-        return self._engine
+    def host(self, transport: str) -> ModelHost:
+        return new_host(transport, self.tokenizer, self.hf_model, self._in_place, self._weights)
 
     async def forward_backward(self, batch: TrainBatch, algorithm: AlgorithmSection) -> Trained:
         return await self._on_worker(lambda: self._forward_backward(batch, algorithm))
@@ -133,18 +122,8 @@ class LocalBackend:
     async def teacher_logprobs(self, steps: Sequence[Step]) -> list[list[float]]:
         return await self._on_worker(lambda: self._the_teacher().logprobs(steps))
 
-    async def publish(self, version: int) -> SyncedWeights:
-        if self._engine is None:
-            raise BackendError("publish was called before create_engine; there is no one to hand weights to")
-        every = self._config.distill.refresh_every
-        if every and version and version % every == 0:
-            await self._on_worker(lambda: self._the_teacher().copy_from(self._trained_weights()))
-        ours, theirs = await asyncio.gather(asyncio.to_thread(self.fingerprint), self._hand_over(self._engine, version))
-        return SyncedWeights.confirmed(version, ours, theirs)
-
-    async def _hand_over(self, engine: LocalEngine, version: int) -> str:
-        staged = await self._on_worker(engine.stage) if isinstance(engine, ProcessEngine) else None
-        return await engine.load_weights(version, staged)
+    async def refresh_teacher(self) -> None:
+        await self._on_worker(lambda: self._the_teacher().copy_from(self._weights.tensors()))
 
     async def save(self, folder: Path) -> None:
         await self._on_worker(lambda: write_state(folder, self._state()))
@@ -161,10 +140,6 @@ class LocalBackend:
 
     async def close(self) -> None:
         await asyncio.to_thread(self._worker.join)
-
-    def fingerprint(self) -> str:
-        """A digest of the policy's trained weights that a change of any of them changes."""
-        return fingerprint(self._policy_weights)
 
     # ---- on the worker thread -------------------------------------------------------------------------------------
 
@@ -200,9 +175,8 @@ class LocalBackend:
         if of == "policy":
             return score_rows(self.model, rows, heat, *limits)
         if self._config.model.lora.rank:  # the policy without its adapters is the reference
-            # the engine decodes with adapters on whatever is switched here, but scores as the learner does
-            scoring = self._engine.scoring if isinstance(self._engine, TorchEngine) else nullcontext()
-            with scoring, self.hf_model.disable_adapter():
+            # an engine on this model decodes with adapters on whatever is switched here, but scores as the learner does
+            with self._in_place.scoring, self.hf_model.disable_adapter():
                 return score_rows(self.model, rows, heat, *limits)
         if self._reference is None:
             self._reference = FrozenModel(self._config.model)
@@ -234,19 +208,16 @@ class LocalBackend:
             self._teacher = Teacher(self._config, self.tokenizer, eos_token_ids(self.hf_model, self.tokenizer))
         return self._teacher
 
-    def _trained_weights(self) -> dict[str, Tensor]:
-        return {name: p.detach() for name, p in self.hf_model.named_parameters() if p.requires_grad}
-
     def _state(self) -> State:
         state = collect_state(self._modules(), self.optimizer)
         if self._teacher is not None and self._teacher.refreshed:  # else it is loaded again from the model
-            state |= collect_teacher(self._teacher.hf_model, self._trained_weights())
+            state |= collect_teacher(self._teacher.hf_model, self._weights.tensors())
         return state
 
     def _load(self, folder: Path) -> None:
         load_state(folder, self._modules(), self.optimizer)
         self._teacher = None
-        weights = load_teacher(folder, self._trained_weights()) if self._config.distill.refresh_every else None
+        weights = load_teacher(folder, self._weights.tensors()) if self._config.distill.refresh_every else None
         if weights is not None:
             self._the_teacher().copy_from(weights)
 
@@ -273,10 +244,3 @@ class LocalBackend:
 
     async def _on_worker(self, function: Callable[[], T]) -> T:
         return await asyncio.wrap_future(self._worker.submit(function))
-
-
-def eos_token_ids(hf_model: Any, tokenizer: Any) -> list[int]:
-    """Every id that ends a reply: those of the generation config and the tokenizer's own."""
-    configured = getattr(getattr(hf_model, "generation_config", None), "eos_token_id", None)
-    ids = configured if isinstance(configured, list) else [configured]
-    return sorted({i for i in (*ids, tokenizer.eos_token_id) if i is not None})

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from headrace.backends.local.engines import learner_threads
 from headrace.config import RunConfig
+from headrace.engines.placement import learner_threads
 from headrace.models.kernels.cpu import kernels
 
 _SETTINGS = ("ATEN_CPU_CAPABILITY", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA")

@@ -15,7 +15,7 @@ import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import tinker
 from tinker import types
@@ -25,10 +25,11 @@ from headrace.backends.base import Scorer, Trained
 from headrace.backends.local.token_losses import require_trainable
 from headrace.backends.tinker.builtin import BuiltIn, find_builtin, likely_scale
 from headrace.backends.tinker.check import check_config
-from headrace.backends.tinker.engine import Served, TinkerEngine, score_row
+from headrace.backends.tinker.engine import score_row
 from headrace.backends.tinker.gradient import RowGradient, at_temperature, learn
 from headrace.backends.tinker.renderer import RenderedTokenizer, with_renderer
 from headrace.backends.tinker.rows import datum, returned_logprobs, wide_datum
+from headrace.backends.tinker.sender import Served, TinkerPath
 from headrace.backends.tinker.service import (
     answer,
     base_model,
@@ -46,11 +47,10 @@ from headrace.config import AlgorithmSection, RunConfig
 from headrace.data.episode import Step
 from headrace.data.packing import cut_by_tokens
 from headrace.data.sample import Sample, TrainBatch
-from headrace.engines.base import SamplingParams
-from headrace.errors import BackendError, ConfigError, DataError, DivergedError, boundary
+from headrace.engines.base import ModelHost
+from headrace.errors import BackendError, DataError, DivergedError, boundary
 from headrace.models.load import load_tokenizer
 from headrace.tracking.metrics import MetricsAggregator
-from headrace.weights.base import SyncedWeights
 
 log = logging.getLogger("headrace")
 
@@ -60,6 +60,8 @@ _NORMS = ("grad_norm", "grad_norm:mean", "unclipped_grad_l2:mean", "grad_l2:mean
 
 class TinkerBackend:
     """One model on the service. Calls come one at a time; what can be is submitted before anything is awaited."""
+
+    transports: ClassVar[tuple[str, ...]] = ("tinker_path",)
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
@@ -73,7 +75,6 @@ class TinkerBackend:
         self._lineage = _digest("start", self._model, config.run.seed, config.tinker.model_dump_json())
         self._pending: list[RowGradient] = []
         self._updates = 0
-        self._engine: TinkerEngine | None = None
         self._served: Served | None = None
         self._reference: tinker.SamplingClient | None = None
         self._reference_path: str | None = self._keep_start() if config.tinker.state else None
@@ -84,25 +85,12 @@ class TinkerBackend:
     def check(config: RunConfig) -> None:
         check_config(config)
 
-    @property
-    def fingerprint(self) -> str:
+    async def fingerprint(self) -> str:
         """Of how the weights came to be: they stay on the service."""
         return self._lineage
 
-    def create_engine(self) -> TinkerEngine:
-        section = self._config.engine
-        self._engine = TinkerEngine(
-            self._serve,
-            vocabulary=self._config.tinker.vocabulary or len(self.tokenizer),
-            max_model_length=self._usable_length(),
-            eos_ids=self._ends(),
-            detokenize=lambda ids: self.tokenizer.decode(list(ids), skip_special_tokens=True),
-            token_text=lambda token: self.tokenizer.decode([token]),
-            max_batch=section.max_batch,
-            defaults=SamplingParams(max_tokens=self._config.rollout.max_tokens),
-            segment_tokens=self._config.tinker.segment_tokens,
-        )
-        return self._engine
+    def host(self, transport: str) -> ModelHost:
+        return ModelHost(self.tokenizer, tuple(self._ends()), self._length, self, TinkerPath(self._serve))
 
     # ---- learning -------------------------------------------------------------------------------------------------
 
@@ -203,14 +191,8 @@ class TinkerBackend:
 
     # ---- weights --------------------------------------------------------------------------------------------------
 
-    async def publish(self, version: int) -> SyncedWeights:
-        if self._engine is None:
-            raise BackendError("publish was called before create_engine; there is no one to hand weights to")
-        every = self._config.distill.refresh_every
-        if every and version and version % every == 0:
-            path = await self._keep(f"teacher-{version}")
-            await self._teach_from(path)
-        return SyncedWeights.confirmed(version, self._lineage, await self._engine.load_weights(version))
+    async def refresh_teacher(self) -> None:
+        await self._teach_from(await self._keep(f"teacher-{self._updates}"))
 
     async def _serve(self) -> Served:
         """A sampling client of the weights as they are; the same one as long as they are the same."""
@@ -304,18 +286,6 @@ class TinkerBackend:
         """What ends a reply: the renderer's tokens, else the tokenizer's end of sequence."""
         rendered = self.tokenizer.stop_ids if isinstance(self.tokenizer, RenderedTokenizer) else []
         return rendered or [token for token in [self.tokenizer.eos_token_id] if token is not None]
-
-    def _usable_length(self) -> int:
-        wanted = self._config.engine.max_model_length
-        if wanted is None and self._length is None:
-            raise ConfigError(f'the service does not say how much "{self._model}" reads; set engine.max_model_length')
-        if wanted is not None and self._length is not None and wanted > self._length:
-            raise ConfigError(
-                f"engine.max_model_length is {wanted}, but the service reads no more than {self._length} tokens; "
-                f"lower it, or leave it out to take the service's limit"
-            )
-        # scoring a row samples one token after it, which must fit as well
-        return wanted or (self._length or 1) - 1
 
 
 def _write_state(folder: Path, state: dict[str, Any]) -> None:

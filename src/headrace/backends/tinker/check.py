@@ -25,8 +25,6 @@ def check_config(config: RunConfig) -> None:
 
 def _problems(config: RunConfig) -> Iterator[str]:
     section = config.tinker
-    if config.engine.name not in ("tinker", "torch"):  # "torch" is the default, which says nothing
-        yield f'backend "tinker" samples with engine "tinker", got "{config.engine.name}"; set engine.name = "tinker"'
     if not (section.train_attn or section.train_mlp or section.train_unembed):
         yield "nothing would be trained; set tinker.train_attn, tinker.train_mlp or tinker.train_unembed"
     if section.state and not (section.state.startswith(_STATE) and "/weights/" in section.state):

@@ -1,7 +1,7 @@
-"""TinkerEngine: samples through the service, from the weights that were last published there.
+"""TinkerEngine: samples through the service, from the weights that were last sent there.
 
-A publication is a new sampling client; requests take it up when they next ask for tokens. The service samples whole
-requests, so with `segment_tokens` a reply is asked for piece by piece: its tokens may then be of several versions.
+A weight sync brings a new sampling client; requests use it when they next ask for tokens. The service samples complete
+replies, so with `segment_tokens` a reply is asked for piece by piece: its tokens may then be of several versions.
 Everything here runs on the event loop; the SDK has a thread of its own.
 """
 
@@ -10,30 +10,22 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import InvalidStateError
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 import tinker
 from tinker import types
 
 from headrace.backends.tinker.rows import model_input, without_first
+from headrace.backends.tinker.sender import Served, TinkerPath
 from headrace.backends.tinker.service import calling
 from headrace.data.episode import FinishReason
 from headrace.data.seeds import derive_seed
 from headrace.engines.base import DEFAULT_SAMPLING, EngineHealth, Generation, SamplingParams
 from headrace.engines.request import Detokenize, Request, checked_ids, settle
 from headrace.errors import DataError, EngineError
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """Weights that the service samples from, and the fingerprint of how they came to be."""
-
-    client: tinker.SamplingClient
-    fingerprint: str
 
 
 @dataclass(slots=True, eq=False)
@@ -52,13 +44,11 @@ class _Lane:
 
 
 class TinkerEngine:
-    """Requests to one service. `serve` makes a sampling client of the learner's weights as they are now."""
-
-    shares_weights = False
+    """Requests to one service, for weights that `sender` brings there."""
 
     def __init__(
         self,
-        serve: Callable[[], Awaitable[Served]],
+        sender: TinkerPath,
         *,
         vocabulary: int,
         max_model_length: int,
@@ -70,7 +60,7 @@ class TinkerEngine:
         segment_tokens: int | None = None,
     ) -> None:
         self.max_model_length = max_model_length
-        self._serve = serve
+        self._sender = sender
         self._vocabulary = vocabulary
         self._eos_ids = frozenset(eos_ids)
         self._detokenize = detokenize
@@ -85,7 +75,6 @@ class TinkerEngine:
         self._going.set()
         self._quiet = asyncio.Event()  # set while no request for tokens is out
         self._quiet.set()
-        self._serving = asyncio.Lock()
         self._asked = 0
         self._asked_since = 0.0
         self._busy_s = 0.0
@@ -135,11 +124,12 @@ class TinkerEngine:
         self._check_usable()
         self._going.set()
 
-    async def load_weights(self, version: int, weights: Any = None) -> str:
+    async def begin_update(self, version: int) -> None:
         self._check_usable()
-        served = weights if weights is not None else await self._new_served()
-        if not isinstance(served, Served):
-            raise EngineError(f"this engine takes weights that the service holds, got {type(weights).__name__}")
+
+    async def end_update(self, version: int) -> str:
+        self._check_usable()
+        served = self._sender.take_sent()
         self._live.served, self._live.version = served, version
         return served.fingerprint
 
@@ -287,14 +277,11 @@ class TinkerEngine:
             self._admit(lane)
 
     async def _served(self, lane: _Lane) -> Served:
-        """The lane's weights; before the first publication, the learner's as they are."""
+        """The lane's weights; before the first weight sync, the learner's as they are."""
         if lane.served is None:
-            lane.served = await self._new_served()
+            served = await self._sender.serve()
+            lane.served = lane.served or served  # a sync that was quicker has newer weights
         return lane.served
-
-    async def _new_served(self) -> Served:
-        async with self._serving:
-            return await self._serve()
 
     @contextmanager
     def _asking(self) -> Iterator[None]:

@@ -1,8 +1,8 @@
-"""An engine in a process of its own: generation goes on while the learner learns.
+"""An engine in a process of its own: it generates while the learner learns.
 
-The learner writes weights into shared memory and tells the process to go on with them; requests and answers go over a
-pair of sockets. If the process dies, another takes its place, with the weights that are still in the shared memory, and
-gets the requests that were under way: with the same seeds, from their beginning. So no caller notices but by the time.
+The learner writes weights into shared memory, and the process decodes with them from the next token on. Requests and
+answers go over a pair of sockets. If the process dies, another one starts with the weights that are still in the shared
+memory, and gets the requests that were under way: with the same seeds, from their beginning. Callers only wait longer.
 """
 
 from __future__ import annotations
@@ -51,13 +51,11 @@ class _Pending:
 class ProcessEngine:
     """The learner's side. Made on any thread; from its first call on it belongs to the event loop of that call."""
 
-    shares_weights = False
-
-    def __init__(self, hf_model: Any, options: EngineOptions, launch: Launch = ProcessChild) -> None:
+    def __init__(self, weights: SharedWeights, options: EngineOptions, launch: Launch = ProcessChild) -> None:
         self._options = options
         self._launch = launch
-        self._weights = SharedWeights(hf_model)
-        self._weights.write(0)
+        self._weights = weights
+        self._weights.write(0)  # what the process starts with
         self._live = Served(version=0, buffer=0)
         self._fingerprint: str | None = None
         self._pinned: Served | None = None
@@ -94,23 +92,19 @@ class ProcessEngine:
     async def resume(self) -> None:
         await self._call("resume", effect=lambda _: setattr(self, "_paused", False))
 
-    def stage(self) -> int:
-        """Copy the learner's weights as they are now, on the learner's thread; the result is for `load_weights`."""
-        buffer = self._weights.free_buffer(self._used())
-        self._weights.write(buffer)
-        return buffer
+    async def begin_update(self, version: int) -> None:
+        self._check_usable()
+        self._weights.reserve(self._used())
 
-    async def load_weights(self, version: int, weights: Any = None) -> str:
+    async def end_update(self, version: int) -> str:
         self._check_usable()
         async with self._loading:
-            buffer = await asyncio.to_thread(self.stage) if weights is None else weights
-            if not isinstance(buffer, int) or buffer in self._used():
-                raise EngineError(f"a separate engine loads what its stage() returned, got {str(buffer)[:60]}")
+            buffer = self._weights.take_reserved()
 
             def loaded(fingerprint: str) -> None:
                 self._live, self._fingerprint = Served(version, buffer), fingerprint
 
-            return await self._call("load_weights", version, buffer, effect=loaded)
+            return await self._call("load", version, buffer, effect=loaded)
 
     async def pin(self) -> int:
         self._check_usable()

@@ -74,7 +74,7 @@ class Worker:
     async def _answer(self, call: Call) -> None:
         value, error = None, None
         try:
-            method = self._load if call.method == "load_weights" else getattr(self._engine, call.method)
+            method = self._load if call.method == "load" else getattr(self._engine, call.method)
             value = await method(*call.arguments)
         except HeadraceError as raised:
             error = raised

@@ -2,7 +2,7 @@
 
 One thread owns the model. Between two decoding steps, or a few, it takes in what has arrived (requests, cancellations,
 new weights, pauses); within a step every running sequence gets one token. Sequences are decoded in lanes: the live one,
-whose weights are replaced by publications, and, while weights are pinned, one on those, which goes first.
+whose weights are replaced by weight syncs, and, while weights are pinned, one on those, which goes first.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from headrace.models.tensor_threads import TensorThread, run_apart
 from headrace.weights.digest import fingerprint
 
 
-def usable_length(model: CausalModel, wanted: int | None) -> int:
-    """The longest sequence that the engine takes: what is wanted, or all that the model can read."""
-    if wanted is not None and wanted > model.max_length:
+def usable_length(longest: int, wanted: int | None) -> int:
+    """The longest sequence that the engine takes: what is wanted, or the longest that the model can read."""
+    if wanted is not None and wanted > longest:
         raise ConfigError(
-            f"engine.max_model_length is {wanted}, but the model reads no more than {model.max_length} "
-            f"tokens; lower it, or leave it out to take the model's limit"
+            f"engine.max_model_length is {wanted}, but the model reads no more than {longest} tokens; lower it, or "
+            f"leave it out to take the model's limit"
         )
-    return wanted or model.max_length
+    return wanted or longest
 
 
 _LINGER_S = 0.01
@@ -47,8 +47,6 @@ class TorchEngine:
 
     `copy_model` gives the weights that are pinned: a private copy, unless no one changes them.
     """
-
-    shares_weights = True
 
     def __init__(
         self,
@@ -64,6 +62,7 @@ class TorchEngine:
         cache_on_publish: Literal["keep", "recompute"] = "keep",
         copy_model: Callable[[CausalModel], CausalModel] = lambda model: model.copy(),
         shared_thread: TensorThread | None = None,
+        scoring: threading.Lock | None = None,
     ) -> None:
         self._eos_ids = frozenset(eos_ids)
         self._detokenize = detokenize
@@ -72,7 +71,7 @@ class TorchEngine:
         self._recompute = cache_on_publish == "recompute"
         self._copy_model = copy_model
         self._shared_thread = shared_thread
-        self.max_model_length = usable_length(model, max_model_length)
+        self.max_model_length = usable_length(model.max_length, max_model_length)
         self._vocabulary = model.vocabulary
         self._live = Lane(model, 0, *self._limits)
         self._pinned: Lane | None = None
@@ -87,8 +86,7 @@ class TorchEngine:
         self._generated = 0
         self._busy_s = 0.0
         self._restarts = 0
-        self.scoring = threading.Lock()
-        """Held by the learner while its adapters are off: scoring would see that, as decoding does not."""
+        self._scoring = scoring or threading.Lock()  # held while rows are scored
         self._thread = threading.Thread(target=self._run, name="headrace-engine", daemon=True)
         self._thread.start()
 
@@ -129,17 +127,22 @@ class TorchEngine:
     async def resume(self) -> None:
         await self._call(lambda: setattr(self, "_paused", False))
 
-    async def load_weights(self, version: int, weights: Any = None) -> str:
+    async def begin_update(self, version: int) -> None:
+        self._check_usable()
+        if not self._paused:
+            raise EngineError(
+                f"version {version} changes the weights under sequences being decoded; pause the engine first"
+            )
+
+    async def end_update(self, version: int) -> str:
         def load() -> str:
-            if weights is not None:
-                raise EngineError("this engine shares the learner's weights; publish without handing any over")
             self._live.load(version, None, self._recompute)
             return fingerprint(self._live.model.weights())
 
         return await self._call(load)
 
     async def switch_model(self, version: int, model: CausalModel) -> None:
-        """Go on with another model of the same shape: new weights for an engine that does not share the learner's."""
+        """Continue with another model of the same shape: new weights for an engine that has its own."""
         await self._call(lambda: self._live.load(version, model, self._recompute))
 
     async def pin(self) -> int:
@@ -314,7 +317,7 @@ class TorchEngine:
     @torch.no_grad()
     def _score(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
         model, scored = self._live.model, []
-        with self.scoring:
+        with self._scoring:
             for row in rows:
                 if len(row) < 2:
                     scored.append([])

@@ -1,0 +1,69 @@
+"""Engine "torch": in the learner's process on the learner's own tensors, or in a process of its own."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from headrace.config import RunConfig
+from headrace.engines.base import EngineAbilities, ModelHost, RolloutEngine, SamplingParams
+from headrace.engines.placement import DETERMINISTIC_ROWS, engine_threads, takes_turns
+from headrace.engines.process.engine import ProcessEngine
+from headrace.engines.process.wire import EngineOptions
+from headrace.engines.torch.engine import TorchEngine, usable_length
+from headrace.weights.in_place import InPlace
+from headrace.weights.shared_memory import SharedWeights
+
+
+class BuiltinEngine:
+    """Makes a `TorchEngine` or a `ProcessEngine`, by `trainer.placement`."""
+
+    def abilities(self, config: RunConfig) -> EngineAbilities:
+        return EngineAbilities(("shared_memory",) if config.trainer.placement == "separate" else ("in_place",))
+
+    def __call__(self, config: RunConfig, host: ModelHost) -> RolloutEngine:
+        return (_in_process if config.trainer.placement == "separate" else _in_place)(config, host)
+
+
+torch_engine = BuiltinEngine()
+
+
+def _in_place(config: RunConfig, host: ModelHost) -> TorchEngine:
+    section, given = config.engine, cast(InPlace, host.sender)
+    given.model.decode_with(section.weights)
+    return TorchEngine(
+        given.model,
+        eos_ids=host.eos_ids,
+        detokenize=lambda ids: host.tokenizer.decode(list(ids), skip_special_tokens=True),
+        max_batch=section.max_batch,
+        max_model_length=section.max_model_length,
+        prefill_tokens=section.prefill_tokens,
+        kept_tokens=section.kept_tokens,
+        defaults=_defaults(config),
+        cache_on_publish=section.cache_on_publish,
+        shared_thread=given.thread if takes_turns(config) else None,
+        scoring=given.scoring,
+    )
+
+
+def _in_process(config: RunConfig, host: ModelHost) -> ProcessEngine:
+    section, length = config.engine, config.engine.max_model_length
+    if host.max_length is not None:  # checked here, before a process is started
+        length = usable_length(host.max_length, length)
+    options = EngineOptions(
+        model=config.model,
+        eos_ids=host.eos_ids,
+        row_block=DETERMINISTIC_ROWS if config.run.deterministic else 0,
+        weights=section.weights,
+        max_batch=section.max_batch,
+        max_model_length=length,
+        prefill_tokens=section.prefill_tokens,
+        kept_tokens=section.kept_tokens,
+        defaults=_defaults(config),
+        cache_on_publish=section.cache_on_publish,
+        threads=engine_threads(config),
+    )
+    return ProcessEngine(cast(SharedWeights, host.sender), options)
+
+
+def _defaults(config: RunConfig) -> SamplingParams:
+    return SamplingParams(max_tokens=config.rollout.max_tokens)
