@@ -40,7 +40,7 @@ demo: $(STAMP) ## train the small countdown example
 	$(BIN)/headrace train examples/countdown.toml $(ARGS)
 
 test: $(STAMP) ## run the tests that take seconds
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" -n logical --maxprocesses 4 --dist loadfile $(ARGS)
 
 test-slow: $(STAMP) ## run the tests that take minutes
 	$(BIN)/python -m pytest -m slow $(ARGS)
