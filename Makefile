@@ -10,6 +10,10 @@ PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check
 LOCKS := requirements/build.txt requirements/all.txt
 # Without a hash: the same version is another file for each kind of processor. What CUDA needs, torch pins itself.
 TORCH := $(shell grep '^torch==' constraints.txt)
+# A file's tests stay in one process: some share a server.
+PARALLEL := -n logical --maxprocesses 4 --dist loadfile
+# A test that hangs shows where it does, and ends the run.
+HANGS := -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true
 BENCHMARKS = $(sort $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py)))
 
 .DEFAULT_GOAL := help
@@ -40,7 +44,7 @@ demo: $(STAMP) ## train the small countdown example
 	$(BIN)/headrace train examples/countdown.toml $(ARGS)
 
 test: $(STAMP) ## run the tests that take seconds
-	$(BIN)/python -m pytest -m "not slow" -n logical --maxprocesses 4 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" $(PARALLEL) $(HANGS) $(ARGS)
 
 test-slow: $(STAMP) ## run the tests that take minutes
 	$(BIN)/python -m pytest -m slow $(ARGS)
