@@ -105,7 +105,7 @@ def test_a_signal_to_the_group_finishes_the_step_and_saves_and_the_run_continues
     os.killpg(process.pid, number)
     out, err = process.communicate(timeout=30)
     assert process.returncode == 130 and "Traceback" not in err, err
-    assert "the same command goes on from here" in " ".join(out.split())
+    assert "the same command resumes from here" in " ".join(out.split())
     (saved,) = [step_of(folder) for folder in list_checkpoints(tmp_path / "r")]
     assert saved == steps(tmp_path)[-1]
     assert "a second Ctrl-C or SIGTERM aborts" in (tmp_path / "r" / "log.txt").read_text()

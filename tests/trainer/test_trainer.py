@@ -235,7 +235,7 @@ def test_a_signal_to_the_engine_too_finishes_the_step_saves_and_says_how_to_resu
         os.kill(pid, signal.SIGTERM)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
-    assert "the same command goes on from here" in " ".join(out.split())
+    assert "the same command resumes from here" in " ".join(out.split())
     (saved,) = list_checkpoints(tmp_path / "r")
     assert step_of(saved) == metrics(tmp_path / "r")[-1]["step"]
     assert "Traceback" not in err and "restart" not in (tmp_path / "r" / "log.txt").read_text()

@@ -17,7 +17,7 @@ _PATH = "/chat/completions"
 
 @dataclass(frozen=True, slots=True)
 class ChatReply:
-    """What the model behind a URL said. Token counts are the server's; 0 if it tells none."""
+    """What the model behind a URL said. Token counts are the server's; 0 if it returns none."""
 
     text: str
     reasoning: str | None

@@ -102,7 +102,7 @@ class Request:
         self.prefill_version = -1
 
     def finish_reason(self) -> str | None:
-        """Why the last token ends the reply; None if it goes on."""
+        """Why the last token ends the reply; None if it continues."""
         if self.ids[-1] in self.stop_ids or (self.params.stop and self._hit_stop_string(self.params.stop)):
             return FinishReason.STOP
         return self.limit_reason if len(self.ids) >= self.limit else None

@@ -22,7 +22,7 @@ class Alarms:
         self._given: set[str] = set()
 
     def check(self, step: int, values: Mapping[str, float]) -> None:
-        """Warn of what is odd in the metrics of a step; raise for what must not go on."""
+        """Warn of what is odd in the metrics of a step; raise for what must end the run."""
         self._check_drift(step, values.get("drift/same_version", 0.0))
         if values.get("reward/uniform_groups") == 1.0 and values.get("policy/grad_norm") == 0.0:
             failed = values.get("batch/failed", 0.0)
@@ -34,7 +34,7 @@ class Alarms:
             else:
                 text = (
                     f"step {step}: in every group all rewards are equal (mean {values['reward/mean']:g}), so nothing "
-                    f"was learned; use tasks that are sometimes solved, or a reward that tells rollouts apart"
+                    f"was learned; use tasks that are sometimes solved, or a reward that distinguishes rollouts"
                 )
             self.warn_once("failed" if failed else "uniform", text)
 

@@ -31,7 +31,7 @@ class TrainerHandle(Protocol):
         ...
 
     async def start_evaluation(self) -> asyncio.Task[dict[str, float]]:
-        """Start to evaluate the weights of now, which are kept for it while training goes on."""
+        """Start to evaluate the weights of now, which are pinned for it while training continues."""
         ...
 
     async def end_evaluation(self, step: int, found: dict[str, float]) -> dict[str, float]:
@@ -159,7 +159,7 @@ class Evaluating(Callback):
         section = self._trainer.config.trainer
         last, saves = step >= section.steps, self._saving.due(step)
         wanted = bool(self._section.sets) and due(self._section.every, self._before, step) and not last
-        # a run that goes on from a checkpoint has no weights of earlier steps to evaluate
+        # a run that resumes from a checkpoint has no weights of earlier steps to evaluate
         if self._running is not None and (last or wanted or saves or self._running.done()):
             found |= await self._end()
         if wanted and section.max_staleness:

@@ -2,7 +2,8 @@
 
 A token that the current version sampled should have the same log-probability in the learner, up to rounding. A
 difference there is numeric drift, or weights that did not arrive. An older token's difference is staleness: the policy
-has moved. Sequences that went on under new weights with their old cache belong to neither, and are told apart.
+has moved. Sequences that continued under new weights with their old cache belong to neither, and are reported
+separately.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ def drift_metrics(
     counts = [count for _, count in rows]
     starts = np.cumsum([0, *counts[:-1]])
     size_T = np.abs(gap_T)
-    # row by row, so that the figures do not depend on how a step is cut
+    # row by row, so that the metrics do not depend on how a step is cut
     mean_R = np.add.reduceat(gap_T, starts) / counts
     mean_size_R = np.add.reduceat(size_T, starts) / counts
     largest_R = np.maximum.reduceat(size_T, starts)
-    figures = zip(rows, mean_R.tolist(), mean_size_R.tolist(), largest_R.tolist(), strict=True)
-    for (oldest, count), mean, mean_size, largest in figures:
+    values = zip(rows, mean_R.tolist(), mean_size_R.tolist(), largest_R.tolist(), strict=True)
+    for (oldest, count), mean, mean_size, largest in values:
         metrics.record("policy/kl_to_sampler", mean, weight=count)
         metrics.record("policy/logprob_gap_max", largest)
         if oldest == version and not updated:

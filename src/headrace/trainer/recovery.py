@@ -55,7 +55,7 @@ def find_start(journal: RunJournal, buffer: TrajectoryGroupBuffer, state: Traine
 def _account_before(recorded: Sequence[BatchRecord], journal: RunJournal, buffer: TrajectoryGroupBuffer) -> Account:
     """Where every episode is; those of the recorded steps count as trained when these are repeated."""
     trained = 0
-    for record in recorded:  # the decisions on the very last may have been cut off by the crash
+    for record in recorded:  # the decisions on the last one may have been cut off by the crash
         groups = [buffer.form(group_id, journal.episodes_of(group_id)) for group_id in record.group_ids]
         journal.decide_trained(record.step, groups)
         trained += sum(group.kept for group in groups)

@@ -47,7 +47,7 @@ class StepClock:
         self._begin()
 
     def end(self, engine: EngineHealth, overlapping: bool) -> MetricsAggregator:
-        """The figures of a step, which ends now. `overlapping`: generation went on while the learner learned."""
+        """The times of a step, which ends now. `overlapping`: generation continued while the learner worked."""
         metrics = MetricsAggregator()
         step_s, train_s = time.perf_counter() - self._started, self._train_s
         generate_s = max(step_s - train_s, 0.0)

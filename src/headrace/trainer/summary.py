@@ -38,7 +38,7 @@ def _print(result: RunResult, config: RunConfig, picture: str | None) -> None:
         lines.append(("curves", picture))
     if result.interrupted:
         lines.append(("stopped", f"after step {result.steps} of {config.trainer.steps}"))
-        lines.append(("go on", f"the same command goes on from here, or headrace train --resume {result.run_dir}"))
+        lines.append(("resume", f"the same command resumes from here, or headrace train --resume {result.run_dir}"))
     else:
         lines += _where_to_look(result, config)
     grid = Table.grid(padding=(0, 2))

@@ -44,7 +44,7 @@ def save_state(folder: Path, modules: torch.nn.Module, optimizer: torch.optim.Op
 
 
 def collect_state(modules: torch.nn.Module, optimizer: torch.optim.Optimizer) -> State:
-    """What `save_state` writes: the very tensors, which training changes."""
+    """What `save_state` writes: the live tensors, which training changes."""
     names = _trainable_names(modules)
     moments = {
         f"{names[p]}/{key}": value.detach()

@@ -71,7 +71,7 @@ def _has_more(algorithm: AlgorithmSection) -> bool:
 
 
 def _is_finite(sample: Sample) -> bool:
-    """Whether the service can be asked at all; what is not finite is told with its samples by our own loss."""
+    """Whether the service can compute it; our own loss reports values that are not finite, with their samples."""
     return bool(np.isfinite(sample.advantages).all() and np.isfinite(sample.logprobs).all())
 
 

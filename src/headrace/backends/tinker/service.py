@@ -21,7 +21,7 @@ from headrace.registry import nearest
 
 T = TypeVar("T")
 _ANSWER_S = 10.0
-_GONE = "; if the server was started again, the same command goes on with the run from its newest checkpoint"
+_GONE = "; if the server was started again, the same command resumes the run from its newest checkpoint"
 _NO_KEY = "tml-none"  # the SDK sends no request without one; a service on this machine may not ask for it
 
 
@@ -48,7 +48,7 @@ def connect(section: TinkerSection) -> tinker.ServiceClient:
 
 
 def _require_answer(url: str) -> None:
-    """The SDK tries for five minutes to reach a service; that nobody listens at all is told at once."""
+    """The SDK tries for five minutes to reach a service; a port that nothing listens on is reported immediately."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f'the address of the Tinker service must begin with http:// or https://, got "{url}"')
@@ -71,7 +71,7 @@ def _is_here(url: str) -> bool:
 
 
 def context_length(service: tinker.ServiceClient, model: str) -> int | None:
-    """The longest sequence that the service takes, if it tells; an unknown model is an error that lists the known."""
+    """The longest sequence that the service accepts, if known; for an unknown model, an error that lists the others."""
     with calling("get_server_capabilities"):
         supported = blocking(service.get_server_capabilities).supported_models
     known = {one.model_name: one for one in supported if one.model_name and one.trainable is not False}
@@ -102,7 +102,7 @@ def new_training(service: tinker.ServiceClient, config: RunConfig) -> tinker.Tra
 
 
 def training_from(service: tinker.ServiceClient, path: str, optimizer: bool = True) -> tinker.TrainingClient:
-    """A model that goes on from a saved state."""
+    """A model that continues from a saved state."""
     make = (
         service.create_training_client_from_state_with_optimizer
         if optimizer

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Deliveries:
-    """Results that are set while they are `held` back are handed over at once: a whole group often ends with the same
+    """Results that are set while they are `held` back are delivered together: a group often ends with the same
     token, and a loop that is woken for the first takes the interpreter away from the thread that sets the others."""
 
     def __init__(self) -> None:

@@ -133,7 +133,7 @@ class Lane:
     def _prefill(self, joined: Sequence[Request], first_slot: int) -> None:
         owners = {r.prompt: i for i, r in enumerate(self.running[:first_slot]) if r.prefill_version == self.version}
         fresh: list[tuple[int, Request]] = []
-        going_on: list[tuple[int, Request, int]] = []
+        continued: list[tuple[int, Request, int]] = []
         copies: list[tuple[int, int, int]] = []
         for slot, request in enumerate(joined, first_slot):
             request.prefill_version = self.version
@@ -144,7 +144,7 @@ class Lane:
                 begun, content = self._kept.beginning_of(request.prompt[:-1])
                 if begun:
                     self._cache.put(slot, begun, content)
-                    going_on.append((slot, request, begun))
+                    continued.append((slot, request, begun))
                 else:
                     fresh.append((slot, request))
             else:
@@ -152,12 +152,12 @@ class Lane:
         if fresh:
             rows = self._packed([request.prompt[:-1] for _, request in fresh])
             self.model.prefill(self._cache, rows, [slot for slot, _ in fresh])
-        self._go_on([new for new in going_on if new[2] < len(new[1].prompt) - 1])
+        self._prefill_rest([new for new in continued if new[2] < len(new[1].prompt) - 1])
         for owner, slot, length in copies:
             self._cache.share(owner, slot, length)
 
-    def _go_on(self, requests: Sequence[tuple[int, Request, int]]) -> None:
-        """Prefill what comes after the beginnings that are in the slots already."""
+    def _prefill_rest(self, requests: Sequence[tuple[int, Request, int]]) -> None:
+        """Prefill what comes after the cached prefixes in the slots."""
         if requests:
             begin = [begun for _, _, begun in requests]
             rows = PackedRows.from_rows([request.prompt[begun:-1] for _, request, begun in requests], begin=begin)
@@ -206,7 +206,7 @@ class Lane:
         self._cached = True
         if not self.running:
             return
-        # with fixed shapes, what these weights computed token by token can be had again to the bit
+        # with fixed shapes, what these weights computed token by token can be computed again bit for bit
         exact = [r for r in self.running if self.model.row_block and r.prefill_version == self.version]
         exact.sort(key=lambda request: -len(request.ids))
         others = [r for r in self.running if r not in exact]
@@ -217,7 +217,7 @@ class Lane:
             self._prefill(exact, 0)
             self._replay(exact)
         if others:
-            self._prefill_whole(others, len(exact))
+            self._prefill_all(others, len(exact))
 
     def _replay(self, requests: Sequence[Request]) -> None:
         """Feed what was sampled once more, one token at a time; the longest come first, in slots from 0."""
@@ -226,7 +226,7 @@ class Lane:
             ids_B = torch.tensor([r.ids[fed - 1] if fed else r.prompt[-1] for r in feeding])
             self.model.decode(self._cache, ids_B, [len(r.prompt) - 1 + fed for r in feeding])
 
-    def _prefill_whole(self, requests: Sequence[Request], first_slot: int) -> None:
+    def _prefill_all(self, requests: Sequence[Request], first_slot: int) -> None:
         """Prefill prompts with what was sampled, within the budget at once."""
         for request in requests:
             request.prefill_version = -1  # rounded otherwise than a prompt alone, so it is not for others to copy

@@ -11,7 +11,7 @@ _RECENT = 256
 
 
 class KeptCaches:
-    """At most `tokens` of them, those used last. Nothing is kept before a first prompt went on from a reply: many
+    """At most `tokens` of them, those used last. Nothing is kept before a first prompt continued a reply: many
     agents never do."""
 
     def __init__(self, tokens: int) -> None:
