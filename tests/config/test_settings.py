@@ -11,7 +11,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from headrace import Model, Task, UnifiedTrainer
+from headrace import Callback, Model, Task, UnifiedTrainer
 from headrace.cli.main import run
 from headrace.config import RunConfig, Section, SourceSection
 from headrace.config.effect import idle_settings
@@ -293,6 +293,13 @@ def test_rows_that_python_gives_may_have_columns_and_be_bad() -> None:
     UnifiedTrainer(sets, eval_tasks={"dev": rows})
     with pytest.raises(ConfigError, match=r"eval\.sets\.dev\.keep_columns = true has no effect"):
         UnifiedTrainer(sets)
+
+
+def test_a_callback_may_evaluate_a_set_that_nothing_else_does() -> None:
+    never: dict[str, Any] = {"eval": {"before": False, "after": False, "sets": {"dev": SET}}}
+    UnifiedTrainer({**never, "workflow": {"judger": "exact"}}, callbacks=[Callback()])
+    with pytest.raises(ConfigError, match="the set is never evaluated"):
+        UnifiedTrainer({**never, "workflow": {"judger": "exact"}})
 
 
 def test_an_interval_longer_than_the_run_is_a_warning() -> None:

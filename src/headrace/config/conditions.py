@@ -220,7 +220,8 @@ HAS_SETS = Condition(
     lambda s: bool(s.c.eval.sets), "there is no evaluation set", "remove it, or add a section [eval.sets.NAME]"
 )
 EVALUATED = Condition(
-    lambda s: s.c.eval.before or s.c.eval.after or s.c.eval.every > 0,
+    # a callback may call trainer.evaluate()
+    lambda s: s.c.eval.before or s.c.eval.after or s.c.eval.every > 0 or bool(s.c.trainer.callbacks),
     "eval.before and eval.after are false and eval.every is 0, so the set is never evaluated",
     "remove the set (--eval.sets={{}}), or set one of these",
 )

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from headrace.config import RunConfig, Section
 
 _NAMES = {"workflow": ("workflow", "name"), "judger": ("workflow", "judger"), "tasks": ("data", "tasks")}
-"""What Python code may give as an object, and the setting that names it otherwise. "eval_tasks" is another one."""
+"""What Python code may give as an object, and the setting that names it otherwise. "eval_tasks" and "callbacks" are
+others."""
 _OBJECT = "given:object"
 
 
@@ -71,8 +72,8 @@ class Idle(NamedTuple):
 def idle_settings(config: RunConfig, objects: Collection[str] | None = None) -> Iterator[Idle]:
     """What differs from its default and has no effect.
 
-    `objects` ("workflow", "judger", "tasks", "eval_tasks") are given in place of names. While that is not known (None),
-    an object may still be given for each name that has its default.
+    `objects` ("workflow", "judger", "tasks", "eval_tasks", "callbacks") are given in place of names. While that is not
+    known (None), an object may still be given for each name that has its default.
     """
     as_run = _with_objects(config, _possible_objects(config) if objects is None else objects)
     for (at, section), (_, own) in zip(_sections(config, ""), _sections(as_run, ""), strict=True):
@@ -95,7 +96,7 @@ def _possible_objects(config: RunConfig) -> list[str]:
         for what, (section, key) in _NAMES.items()
         if getattr(getattr(config, section), key) == getattr(getattr(usual, section), key)
     ]
-    return [*named, "eval_tasks"]
+    return [*named, "eval_tasks", "callbacks"]
 
 
 def _with_objects(config: RunConfig, objects: Collection[str]) -> RunConfig:
@@ -105,6 +106,8 @@ def _with_objects(config: RunConfig, objects: Collection[str]) -> RunConfig:
             given = {name: one for name, one in config.eval.sets.items() if one.tasks != "holdout"}
             sets = config.eval.sets | {name: one.model_copy(update={"tasks": _OBJECT}) for name, one in given.items()}
             changed = {"eval": config.eval.model_copy(update={"sets": sets})}
+        elif what == "callbacks":
+            changed = {"trainer": config.trainer.model_copy(update={"callbacks": (_OBJECT,)})}
         else:
             section, key = _NAMES[what]
             changed = {section: getattr(config, section).model_copy(update={key: _OBJECT})}

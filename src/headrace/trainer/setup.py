@@ -70,7 +70,7 @@ class Given:
     def objects(self) -> list[str]:
         """Which of them are given."""
         found = {"workflow": self.workflow, "judger": self.judger, "tasks": self.tasks, "eval_tasks": self.eval_tasks}
-        return [what for what, one in found.items() if one is not None]
+        return [*(what for what, one in found.items() if one is not None), *(["callbacks"] if self.callbacks else [])]
 
     def names(self) -> dict[str, str]:
         """What of it decides what is trained, by name: a run can be resumed only with the same."""

@@ -56,7 +56,7 @@ class UnifiedTrainer:
         callbacks: Sequence[Callback] = (),
     ) -> None:
         self._as_given = config if isinstance(config, RunConfig) else build_config(config)
-        objects = Given(workflow, tasks, judger, eval_tasks).objects()
+        objects = Given(workflow, tasks, judger, eval_tasks, tuple(callbacks)).objects()
         check_settings(self._as_given, objects, begun_with=resumed_config(self._as_given))
         warn_of_long_intervals(self._as_given)
         self.config = resolve_objective(self._as_given)
