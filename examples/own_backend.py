@@ -69,10 +69,10 @@ class OwnBackend:
             tokens = TokenTensors(samples, [batch.weights[i] for i in indices], logprobs_N.dtype)
             logprobs_M, entropy_M = logprobs_N[tokens.where_M], entropy_N[tokens.where_M]  # of the trained targets
             context = losses.loss_context(tokens, logprobs_M, algorithm, self._config.dpo.beta)
-            loss_M, figures, rejected_R = losses.token_losses(context, samples, entropy_M, tokens.sampled_M)
+            loss_M, recorded, rejected_R = losses.token_losses(context, samples, entropy_M, tokens.sampled_M)
             losses.require_finite(loss_M, tokens.row_M, batch, indices)
             (loss_M * tokens.weights_M).sum().backward()  # the normaliser comes with optim_step
-            losses.record_losses(metrics, loss_M[~rejected_R[tokens.row_M]], entropy_M, figures)
+            losses.record_losses(metrics, loss_M[~rejected_R[tokens.row_M]], entropy_M, recorded)
             rejected |= {indices[row] for row in rejected_R.nonzero().flatten().tolist()}
             for index, part in zip(indices, logprobs_M.split(tokens.counts), strict=True):
                 found[index] = tuple(part.tolist())

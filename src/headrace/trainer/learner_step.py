@@ -1,4 +1,4 @@
-"""Learner: whole groups become one optimizer step (or several), piece by piece if they come piece by piece."""
+"""Learner: complete groups become one optimizer step (or several), in one piece or in several."""
 
 from __future__ import annotations
 

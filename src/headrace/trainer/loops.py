@@ -1,7 +1,7 @@
 """The loops of a run, and nothing else.
 
 Three run side by side. The `Producer` rolls tasks out as the coordinator admits them; `_learn` turns complete groups
-into optimizer steps and syncs the weights; `_watch` looks after the engine. They meet in the coordinator and the
+into optimizer steps and syncs the weights; `_watch` monitors the engine. They meet in the coordinator and the
 buffer. With `max_staleness = 0` a batch is admitted only when the engine has the version that it trains, so the first
 two take turns: that is synchronous training. Above 0, generation continues while the learner learns.
 """

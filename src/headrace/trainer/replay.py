@@ -67,7 +67,7 @@ class Replay:
                 f"replay what comes before with --until {gap}"
             )
         self.notes = self._missing_at_the_end(run_dir) if until is None else []
-        """What a person should be told."""
+        """What a person should read."""
         if not self._batches or self._batches[0].step:
             raise ConfigError(
                 f"{run_dir} has no record from its first step on; a run started from another one's checkpoint, "

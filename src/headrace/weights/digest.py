@@ -1,4 +1,4 @@
-"""A digest of weights, by which a publication proves that it arrived."""
+"""A digest of weights, which proves that a weight sync arrived."""
 
 from __future__ import annotations
 

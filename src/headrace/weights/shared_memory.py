@@ -102,7 +102,7 @@ class SharedWeights:
 
     def write(self, buffer: int) -> None:
         """Copy the learner's weights as they are now, at the speed of memory."""
-        tensors = self._source.tensors()  # anew: someone may have moved a parameter to other memory
+        tensors = self._source.tensors()  # again: someone may have moved a parameter to other memory
         spans = _spans(tensors.values()).values()
         assert [span.in_buffer for span in spans] == self._slices, "parameters are laid out otherwise than at the start"
         whole = np.frombuffer(self._maps[buffer], dtype=np.uint8)

@@ -36,7 +36,7 @@ def _problems(config: RunConfig) -> Iterator[str]:
 def _sampling(config: RunConfig) -> Iterator[str]:
     if config.tinker.segment_tokens is not None and config.engine.cache_on_publish != "recompute":
         yield (
-            "tinker.segment_tokens computes a reply anew under new weights; say so with "
+            "tinker.segment_tokens computes a reply again under new weights; say so with "
             'engine.cache_on_publish = "recompute"'
         )
 

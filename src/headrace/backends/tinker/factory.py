@@ -16,7 +16,7 @@ class TinkerEngines:
     """Makes a `TinkerEngine`."""
 
     def abilities(self, config: RunConfig) -> EngineAbilities:
-        # the service takes seeds, and promises nothing of what becomes of them
+        # the service takes seeds, and does not promise to use them
         return EngineAbilities(("tinker_path",), exact_seeds=False)
 
     def __call__(self, config: RunConfig, host: ModelHost) -> TinkerEngine:

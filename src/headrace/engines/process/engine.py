@@ -229,7 +229,7 @@ class ProcessEngine:
         if message.fingerprint != (self._fingerprint or message.fingerprint):
             raise EngineError(
                 f"the restarted engine process found other weights for version {self._live.version}: fingerprint "
-                f"{message.fingerprint}, not {self._fingerprint}; go on from the last checkpoint"
+                f"{message.fingerprint}, not {self._fingerprint}; resume from the last checkpoint"
             )
         self._health, self._writer = message.health, writer
         for pending in self._pending.values():

@@ -59,7 +59,7 @@ class Worker:
                 await self._load(given.pinned.version, given.pinned.buffer)
                 await self._engine.pin()
             digest = await self._load(given.live.version, given.live.buffer)
-        except Exception as error:  # whatever it is, the learner is told
+        except Exception as error:  # whatever it is, the learner gets it
             self._send(Failed(str(error) if isinstance(error, HeadraceError) else f"{type(error).__name__}: {error}"))
             return
         self._send(Opened(digest, self._engine.health()))
@@ -83,13 +83,13 @@ class Worker:
         self._send(Answer(call.number, value, error, self._engine.health()))
 
     async def _watch(self, every_s: float) -> None:
-        """Tell of changes of health; end with the learner, even if another process holds its socket open."""
-        parent, told = os.getppid(), None
+        """Report changes of health; end with the learner, even if another process holds its socket open."""
+        parent, reported = os.getppid(), None
         while os.getppid() == parent:
             health = self._engine.health()
-            if health != told:
+            if health != reported:
                 self._send(health)
-                told = health
+                reported = health
             await asyncio.sleep(every_s)
         os._exit(0)
 

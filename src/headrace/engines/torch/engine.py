@@ -1,4 +1,4 @@
-"""The built-in engine: continuous batching, on the very weights that the learner trains.
+"""The built-in engine: continuous batching, on the weights that the learner trains.
 
 One thread owns the model. Between two decoding steps, or a few, it takes in what has arrived (requests, cancellations,
 new weights, pauses); within a step every running sequence gets one token. Sequences are decoded in lanes: the live one,
