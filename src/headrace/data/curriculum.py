@@ -1,9 +1,9 @@
 """A curriculum by success rate: tasks near the target are drawn more often.
 
-The stream of tasks stays the pure function of position that it is without a curriculum; the curriculum only passes
-places over. So a recorded draw is found again by its position, whatever the rates are by then. Whether a place is
-passed over depends on its position, the seed and the rates, and the rates change only when a version is published: all
-draws of one version see the same rates, in whatever order its groups finish.
+The stream of tasks is the same function of position as without a curriculum. The curriculum only skips positions, so a
+recorded draw can be repeated from its position, whatever the rates are then. Whether a position is skipped depends on
+the position, the seed and the rates. The rates change only with a new version: all draws of one version see the same
+rates, in whatever order its groups finish.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Curriculum:
     """Outcomes that are not counted yet, by group id."""
 
     def chance(self, key: str) -> float:
-        """How likely a place with this key is drawn; 1 for what was never tried."""
+        """How likely a position with this key is drawn; 1 for what was never tried."""
         rate = self.rates.get(key)
         if rate is None:
             return 1.0
@@ -52,7 +52,7 @@ class Curriculum:
         return 1.0 - (1.0 - self.section.least) * distance
 
     def observe(self, outcome: Outcome) -> None:
-        """A group is done with."""
+        """A group has ended."""
         self.pending[outcome.group_id] = outcome
 
     def count(self, version: int) -> None:
@@ -76,7 +76,7 @@ class Curriculum:
 
 
 class CurriculumSampler(TaskSampler):
-    """A TaskSampler that passes places over. Its batches are all full, and may reach into the next epoch."""
+    """A TaskSampler that skips positions. Its batches are all full, and may reach into the next epoch."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class CurriculumSampler(TaskSampler):
         return self._batch_size
 
     def next(self) -> Draw:
-        """The next task that is not passed over."""
+        """The next task that is not skipped."""
         while True:
             draw = super().next()
             number = derive_seed("curriculum", self._seed, *draw.position) / _ALL
@@ -112,7 +112,7 @@ class CurriculumSampler(TaskSampler):
             self.passed_over += 1
 
     def observe(self, version: int, group_id: int, draw: Draw, episodes: Iterable[Episode]) -> None:
-        """A group is done with; failed episodes say nothing of how hard the task is."""
+        """A group has ended. Failed episodes do not count: they say nothing about the difficulty of the task."""
         right = [_is_right(episode) for episode in episodes if not episode.failed]
         if right:
             self.curriculum.observe(Outcome(version, group_id, self._key_of(draw.task), sum(right) / len(right)))
@@ -132,9 +132,9 @@ class CurriculumSampler(TaskSampler):
             self.curriculum.restore(state)
 
     def metrics(self) -> dict[str, float]:
-        """How much was passed over since this was last asked, and the rates."""
-        places, rates = self.drawn + self.passed_over, self.curriculum.rates
-        found = {"curriculum/passed_over": self.passed_over / places} if places else {}
+        """How much was skipped since this was last asked, and the rates."""
+        positions, rates = self.drawn + self.passed_over, self.curriculum.rates
+        found = {"curriculum/passed_over": self.passed_over / positions} if positions else {}
         if rates:
             found |= {"curriculum/known": float(len(rates)), "curriculum/rate": sum(rates.values()) / len(rates)}
         self.drawn = self.passed_over = 0

@@ -26,12 +26,12 @@ class MixtureOrder:
         """How many draws of an epoch each source has."""
 
     def __call__(self, epoch: int) -> list[int]:
-        """Which task stands at each place."""
+        """The index of the task at each position."""
         coming = [iter(self._tasks_of(source, epoch)) for source in range(len(self._sizes))]
         return [next(coming[source]) for source in self._turns(epoch)]
 
     def _turns(self, epoch: int) -> list[int]:
-        """Whose turn it is at each place: evenly spread or, shuffled, in any order."""
+        """The source at each position: evenly spread or, with shuffle, in random order."""
         spread = [((turn + 0.5) / draws, source) for source, draws in enumerate(self.draws) for turn in range(draws)]
         turns = [source for _, source in sorted(spread)]
         if self._shuffle:

@@ -6,21 +6,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-_BEGINNING = 16  # tokens by which rows are taken to share a prefix
-_REPEATED = 0.25  # of a token that the row before has, too: it costs nothing where beginnings are shared, else all
+_PREFIX = 16  # tokens: rows that begin with the same ones count as rows with a shared prefix
+_REPEATED = 0.25  # cost of a token that the row before has, too: nothing with prefix sharing, a full token without
 
 
 def cut_by_tokens(rows: Sequence[Sequence[Any]], budget: int, together: int = 1) -> tuple[tuple[int, ...], ...]:
     """Indices of rows in micro-batches of at most `budget` tokens (or one unit that is longer).
 
-    Rows with a shared prefix (a group's, a conversation's) keep their order and come together, so that a model may run
-    the beginning once, and it counts less; they are not torn apart where that needs no more micro-batches. Beyond that,
-    rows of similar length come together, so that little is padded where padding is needed. A unit of `together`
-    consecutive rows (2 for preference pairs) is never torn apart.
+    Rows with a shared prefix (of a group, of a conversation) keep their order and stay together, unless that needs more
+    micro-batches: a model may then compute the prefix once, so its tokens count less. Beyond that, rows of similar
+    length come together, which saves padding. `together` consecutive rows (2 for preference pairs) are never split.
     """
     families = _families(rows, together)
-    fewest, whole = (_filled(families, budget, apart) for apart in (False, True))
-    return whole if len(whole) == len(fewest) else fewest
+    fewest, unsplit = (_filled(families, budget, apart) for apart in (False, True))
+    return unsplit if len(unsplit) == len(fewest) else fewest
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +34,7 @@ class _Unit:
 def _families(rows: Sequence[Sequence[Any]], together: int) -> list[list[_Unit]]:
     by_prefix: dict[str, list[range]] = {}
     for start in range(0, len(rows), together):
-        by_prefix.setdefault(str(rows[start][:_BEGINNING]), []).append(range(start, start + together))
+        by_prefix.setdefault(str(rows[start][:_PREFIX]), []).append(range(start, start + together))
 
     def longest(family: list[range]) -> int:
         return max(len(rows[i]) for unit in family for i in unit)
@@ -48,7 +47,7 @@ def _families(rows: Sequence[Sequence[Any]], together: int) -> list[list[_Unit]]
             more = 0.0
             for row in (rows[i] for i in unit):
                 common = _common(before, row)
-                more += len(row) - (1 - _REPEATED) * common * (common >= _BEGINNING)
+                more += len(row) - (1 - _REPEATED) * common * (common >= _PREFIX)
                 before = row
             families[-1].append(_Unit(unit, float(sum(len(rows[i]) for i in unit)), more))
     return families

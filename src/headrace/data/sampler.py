@@ -12,7 +12,7 @@ from headrace.data.task import Task
 from headrace.errors import ConfigError
 
 Position = tuple[int, int]
-"""Epoch, and place within its order."""
+"""Epoch, and index within its order."""
 
 
 class Draw(NamedTuple):
@@ -23,7 +23,7 @@ class Draw(NamedTuple):
 
 
 class TaskSampler:
-    """An endless stream of tasks, epoch after epoch. Its whole state is `position` = (epoch, tasks drawn of it)."""
+    """An endless stream of tasks, epoch after epoch. Its state is `position` = (epoch, tasks drawn of it)."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class TaskSampler:
         drop_last: bool = True,
         order: Callable[[int], list[int]] | None = None,
     ) -> None:
-        """`order` says which task stands at each place of an epoch, by its number; it has as many places as tasks."""
+        """`order(epoch)` lists the indices of the tasks in the order in which that epoch draws them."""
         if drop_last and len(tasks) < batch_size:
             raise ConfigError(
                 f"trainer.batch_size is {batch_size}, but there are only {len(tasks)} tasks; "
@@ -61,7 +61,7 @@ class TaskSampler:
             epoch, drawn, left = epoch + 1, 0, len(self._tasks)
         size = min(self._batch_size, left)
         self.position = (epoch, drawn + size)
-        return [self.draw_at((epoch, place)) for place in range(drawn, drawn + size)]
+        return [self.draw_at((epoch, index)) for index in range(drawn, drawn + size)]
 
     def size_at(self, position: Position) -> int:
         """How many tasks the batch has that begins there: fewer where an epoch ends with a short one."""
@@ -77,8 +77,8 @@ class TaskSampler:
 
     def draw_at(self, position: Position) -> Draw:
         """What was, or will be, drawn there."""
-        epoch, place = position
-        return Draw((epoch, place), self._tasks[self._order(epoch)[place]])
+        epoch, index = position
+        return Draw((epoch, index), self._tasks[self._order(epoch)[index]])
 
     def state(self) -> dict[str, Any] | None:
         """What a checkpoint keeps beside the position, as JSON; None if there is nothing more."""

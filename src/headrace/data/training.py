@@ -1,4 +1,4 @@
-"""Everything that `[data]` says, put together: what is trained, what is held out, and in which order it is drawn."""
+"""From `[data]` to the tasks of a run: which are trained, which are held out, and in which order they are drawn."""
 
 from __future__ import annotations
 
@@ -98,25 +98,25 @@ def load_evaluation(section: EvalSet, data: DataSection, held_out: list[Task], n
 
 
 def check_overlap(section: DataSection, train: list[Task], sets: Mapping[str, list[Task]]) -> None:
-    """Say which evaluation tasks are also trained, as `data.on_overlap` wants it."""
+    """Warn about evaluation tasks that are also trained, or refuse them, as `data.on_overlap` sets it."""
     if section.on_overlap == "ignore":
         return
     for name, shared in overlaps(train, sets).items():
         if not shared:
             continue
         ids = ", ".join(f'"{task.id}"' for task in shared[:_SHOWN])
-        said = (
+        warning = (
             f'{len(shared)} of {len(sets[name])} tasks of the evaluation set "{name}" ask what is also trained: {ids}'
             f"{', …' if len(shared) > _SHOWN else ''}; evaluate other tasks, hold some out with data.holdout, "
             f'or set data.on_overlap = "ignore"'
         )
         if section.on_overlap == "stop":
-            raise DataError(said)
-        warnings.warn(said, stacklevel=2)
+            raise DataError(warning)
+        warnings.warn(warning, stacklevel=2)
 
 
 def warn_of_bad_rows(found: Loaded | TrainingData, what: str) -> None:
-    """Say how many rows were left out, and why."""
-    said = Loaded([], found.bad_rows).warning()
-    if said:
-        warnings.warn(f"{what}: {said}", stacklevel=2)
+    """Warn how many rows were left out, and why."""
+    warning = Loaded([], found.bad_rows).warning()
+    if warning:
+        warnings.warn(f"{what}: {warning}", stacklevel=2)

@@ -138,16 +138,16 @@ class _Evaluation:
     async def run(self, evaluator: Evaluator) -> None:
         """Evaluate every set. Episodes are written as they are done, so that an interruption loses none."""
         with boundary(ConfigError, f"cannot write {self.outputs.episodes}", OSError):
-            said = (
+            lines = (
                 self.outputs.episodes.open("w", encoding="utf-8", errors="backslashreplace")
                 if self.outputs.episodes
                 else None
             )
 
         def write(name: str, episode: Episode) -> None:
-            if said is not None:
-                said.write(_line(name, episode))
-                said.flush()
+            if lines is not None:
+                lines.write(_line(name, episode))
+                lines.flush()
 
         def keep(name: str, metrics: dict[str, float], episodes: list[Episode]) -> None:
             self.sets.append(set_result(name, metrics, evaluator.sets[name][1], episodes))
@@ -160,8 +160,8 @@ class _Evaluation:
             error = first_of(group)
             raise error from error.__cause__
         finally:
-            if said is not None:
-                said.close()
+            if lines is not None:
+                lines.close()
 
     def _progress(self, show: Callable[[str, int, int], None]) -> Callable[[str, int, int], None]:
         def progress(name: str, done: int, total: int) -> None:
@@ -175,7 +175,7 @@ class _Evaluation:
         if self._at is None:
             return "stopped before the first episode was done"
         name, done, total = self._at
-        kept = f"; what was said so far is in {self.outputs.episodes}" if self.outputs.episodes else ""
+        kept = f"; the episodes so far are in {self.outputs.episodes}" if self.outputs.episodes else ""
         return f'stopped in the set "{name}" after {done} of {total} episodes{kept}'
 
 

@@ -51,7 +51,7 @@ class SetResult(JsonData):
 
 @dataclass(frozen=True, slots=True)
 class EvaluationResult(JsonData):
-    """A whole evaluation. `of` says what was evaluated."""
+    """An evaluation of all sets. `of` names what was evaluated."""
 
     of: str
     sets: tuple[SetResult, ...]
@@ -87,17 +87,17 @@ def write_evaluation(result: EvaluationResult, path: Path) -> None:
         path.write_text(json.dumps({"headrace_evaluation": FORMAT, **result.to_dict()}, indent=1) + "\n")
 
 
-def read_evaluation(place: str) -> EvaluationResult:
+def read_evaluation(source: str) -> EvaluationResult:
     """From a JSON file of `headrace eval`, or RUN_DIR (its newest evaluation), or RUN_DIR@STEP."""
-    path = Path(place)
+    path = Path(source)
     if path.is_file() and path.name != "ledger.sqlite":
         return _read_file(path)
     if path.exists():
         return _read_ledger(path, None)
-    folder, at, step = place.rpartition("@")
+    folder, at, step = source.rpartition("@")
     if at and step.isdecimal() and Path(folder).exists():
         return _read_ledger(Path(folder), int(step))
-    raise ConfigError(f"there is no {place}; give a file of headrace eval --json, a run folder, or RUN_DIR@STEP")
+    raise ConfigError(f"there is no {source}; give a file of headrace eval --json, a run folder, or RUN_DIR@STEP")
 
 
 def _read_file(path: Path) -> EvaluationResult:

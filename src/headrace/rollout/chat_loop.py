@@ -34,16 +34,16 @@ class ChatLoop:
         messages += task.messages
         for _ in range(self._max_turns):
             messages.append((await model.chat(messages)).message)
-            said = await call_sync_or_async(self._respond, task, [dict(message) for message in messages])
-            if said is None:
+            answer = await call_sync_or_async(self._respond, task, [dict(message) for message in messages])
+            if answer is None:
                 return
-            messages.append(_message(said))
+            messages.append(_message(answer))
         raise BudgetExceededError(f"the user still talks after max_turns = {self._max_turns}", TerminationReason.TURNS)
 
 
-def _message(said: Any) -> Message:
-    if isinstance(said, str):
-        return {"role": "user", "content": said}
-    if isinstance(said, dict) and "role" in said:
-        return said
-    raise WorkflowError(f"respond must return text, a message or None, got {said!r:.100}")
+def _message(answer: Any) -> Message:
+    if isinstance(answer, str):
+        return {"role": "user", "content": answer}
+    if isinstance(answer, dict) and "role" in answer:
+        return answer
+    raise WorkflowError(f"respond must return text, a message or None, got {answer!r:.100}")
