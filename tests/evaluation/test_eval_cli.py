@@ -195,7 +195,7 @@ def test_ctrl_c_and_sigterm_say_how_far_it_got(place: Path, number: signal.Signa
         process.send_signal(number)
         _, err = process.communicate(timeout=20)
     assert process.returncode == 130, err
-    assert 'stopped in the set "sums" after 5 of 20 episodes; what was said so far is in e.jsonl' in err
+    assert 'stopped in the set "sums" after 5 of 20 episodes; the episodes so far are in e.jsonl' in err
     assert "Traceback" not in err
 
 
