@@ -22,6 +22,7 @@ from headrace.ledger.account import Account
 from headrace.tracking import catalogue
 from headrace.tracking.catalogue import CATALOGUE, Metric, Reducer, find
 from headrace.tracking.metrics import MetricsAggregator
+from null_backend import null_run
 
 SOURCE = Path(headrace.__file__).parent
 AREAS = {metric.key.partition("/")[0] for metric in CATALOGUE}
@@ -97,6 +98,13 @@ def test_everything_in_the_catalogue_is_recorded_somewhere() -> None:
         if metric.key not in from_parts and GAPS.sub("<>", metric.key) not in texts and metric.key not in OWN
     ]
     assert missing == ["eval/<set>/<source>/<metric>"]  # each of them has the name of a metric of the set
+
+
+def test_everything_that_a_run_reports_is_in_the_catalogue(tmp_path: Path) -> None:
+    dev = {"tasks": "countdown", "args": {"count": 2}}
+    ran = null_run(tmp_path, trainer={"max_staleness": 1}, eval={"every": 3, "sets": {"dev": dev}})
+    assert [key for row in ran.rows for key in row if key != "step" and find(key) is None] == []
+    assert any("eval/step" in row for row in ran.rows)
 
 
 def test_headrace_leaves_the_reducer_to_the_catalogue() -> None:

@@ -1,4 +1,4 @@
-"""The one place that packs: groups become a TrainBatch, cut into micro-batches, with the normaliser of the loss."""
+"""Packing: groups become a TrainBatch, cut into micro-batches, with the normaliser of the loss."""
 
 from __future__ import annotations
 

@@ -31,12 +31,12 @@ def distilled_advantages(
     """coef (log teacher - log student) of each token, plus the discounted ones that follow, then clipped."""
     if len(teacher) != len(student):
         raise DataError(f"the teacher scored {len(teacher)} tokens, but the student sampled {len(student)}")
-    unscored = [place for place, value in enumerate(teacher) if not math.isfinite(value)]
+    unscored = [index for index, value in enumerate(teacher) if not math.isfinite(value)]
     if unscored:
-        place = unscored[0]
+        index = unscored[0]
         raise DataError(
             f"the teacher gave {len(unscored)} of {len(teacher)} tokens no finite log-probability: "
-            f"token {place} has {teacher[place]}; use a teacher that knows all of the student's tokens"
+            f"token {index} has {teacher[index]}; use a teacher that knows all of the student's tokens"
         )
     total, found = 0.0, []
     for theirs, ours in zip(reversed(teacher), reversed(student), strict=True):

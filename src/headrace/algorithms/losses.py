@@ -193,7 +193,7 @@ def kl_penalty(kind: Literal["k1", "k2", "k3", "abs"], logprobs_M: Tensor, refer
         case "k2":
             return distance_M.square() / 2
         case "k3":
-            # bounded as a whole: with only exp bounded, the remaining gradient would point away from the reference
+            # d is bounded, not only exp: otherwise the remaining gradient would point away from the reference
             bounded_M = distance_M.clamp(min=-LOG_RATIO_BOUND)
             return torch.expm1(-bounded_M) + bounded_M
         case "abs":

@@ -34,7 +34,7 @@ class Algorithm:
     needs: tuple[str, ...]
     """What a run that uses it must have, in words."""
     settings: tuple[str, ...]
-    """Settings that it reads, beside those that all read."""
+    """Settings that it reads, apart from those that all read."""
     backends: tuple[str, ...]
 
 

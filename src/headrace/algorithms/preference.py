@@ -46,9 +46,9 @@ def _form_pair(group: TrajectoryGroup, dpo: DpoSection) -> PreferencePair | str:
     if any(len(member.steps) != 1 for member in members):
         return "multi_step"
     rewards = group.rewards()  # raises where one is missing
-    places = range(len(members))
+    indices = range(len(members))
     # first among the best and last among the worst: two different ones even in a tie
-    best, worst = max(places, key=rewards.__getitem__), min(reversed(places), key=rewards.__getitem__)
+    best, worst = max(indices, key=rewards.__getitem__), min(reversed(indices), key=rewards.__getitem__)
     if dpo.drop_ties and rewards[best] == rewards[worst]:
         return "tie"
     if rewards[best] - rewards[worst] < dpo.min_reward_gap:
@@ -60,6 +60,6 @@ def _form_pair(group: TrajectoryGroup, dpo: DpoSection) -> PreferencePair | str:
     )
 
 
-def _sample(group: TrajectoryGroup, place: int) -> Sample:
-    (sample,) = merge_steps(group.trajectories[place], task_id=group.task_id, group_id=group.group_id)
+def _sample(group: TrajectoryGroup, index: int) -> Sample:
+    (sample,) = merge_steps(group.trajectories[index], task_id=group.task_id, group_id=group.group_id)
     return sample

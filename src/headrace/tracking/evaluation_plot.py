@@ -46,11 +46,11 @@ def draw_evaluation(
 
 
 def _draw_scores(axes: Axes, scores: Sequence[Score]) -> None:
-    for place, score in enumerate(scores):
+    for row, score in enumerate(scores):
         color = _COLORS[1] if score.is_source else _COLORS[0]
         spread = [[max(0.0, score.value - score.low)], [max(0.0, score.high - score.value)]]
-        axes.errorbar([score.value], [place], xerr=spread, fmt="o", color=color, markersize=6, capsize=3)
-        axes.text(1.03, place, f"{score.value:.1%}", va="center", fontsize=9, color=_INK)
+        axes.errorbar([score.value], [row], xerr=spread, fmt="o", color=color, markersize=6, capsize=3)
+        axes.text(1.03, row, f"{score.value:.1%}", va="center", fontsize=9, color=_INK)
     axes.set_yticks(range(len(scores)), [score.label for score in scores])
     axes.set_ylim(len(scores) - 0.5, -0.5)
     axes.set_xlim(-0.02, 1.15)

@@ -39,12 +39,12 @@ def seconds(value: float) -> str:
 
 def duration(elapsed_s: float) -> str:
     """A time span: 12s, 3m 05s, 2h 10m."""
-    whole = int(elapsed_s)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m {whole % 60:02d}s"
-    return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
+    total = int(elapsed_s)
+    if total < 60:
+        return f"{total}s"
+    if total < 3600:
+        return f"{total // 60}m {total % 60:02d}s"
+    return f"{total // 3600}h {total % 3600 // 60:02d}m"
 
 
 def sparkline(values: Sequence[float], width: int = SPARK_WIDTH) -> str:

@@ -78,9 +78,9 @@ def _forget_after(path: Path, step: int) -> None:
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     kept = [line for line in lines if _step_of(line) <= (step or -1)]
     if len(kept) < len(lines):
-        beside = path.with_suffix(".partial")
-        beside.write_text("".join(kept), encoding="utf-8")
-        beside.replace(path)
+        partial = path.with_suffix(".partial")
+        partial.write_text("".join(kept), encoding="utf-8")
+        partial.replace(path)
 
 
 def _step_of(line: str) -> float:

@@ -153,11 +153,11 @@ class _State:
         return state
 
 
-_SCALE = 1074  # every finite float is a whole multiple of 2 ** -1074
+_SCALE = 1074  # every finite float is an integer multiple of 2 ** -1074
 
 
 def _exact_sums(pairs: Iterable[tuple[float, float]]) -> tuple[Fraction, Fraction]:
-    """Sum of value times weight, and of the weights: in whole numbers, which is many times faster than in fractions."""
+    """Sum of value times weight, and of the weights: in integers, which is many times faster than in fractions."""
     total = weights = ones = 0
     for value, weight in pairs:
         numerator, denominator = value.as_integer_ratio()  # the denominator is a power of 2

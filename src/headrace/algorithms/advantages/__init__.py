@@ -1,1 +1,1 @@
-"""Advantages: one function per estimator, and the one place that assigns them."""
+"""Advantages: one function per estimator, and their assignment to groups."""

@@ -1,4 +1,4 @@
-"""The one place where groups get their advantages."""
+"""Where groups get their advantages: by their estimator, or from the workflow."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def assign_advantages(groups: Sequence[TrajectoryGroup], algorithm: AlgorithmSec
         done = use_precomputed(groups)
     else:
         warn_of_overwriting(groups)
-    places_of: dict[str, list[int]] = {}
-    for place, group in enumerate(groups):
-        if place not in done:
-            places_of.setdefault(algorithm.for_role(group.name).estimator, []).append(place)
-    for estimator, places in places_of.items():
-        done |= zip(places, _estimate(estimator, [groups[place] for place in places], algorithm), strict=True)
-    return [done[place] for place in range(len(groups))]
+    indices_of: dict[str, list[int]] = {}
+    for index, group in enumerate(groups):
+        if index not in done:
+            indices_of.setdefault(algorithm.for_role(group.name).estimator, []).append(index)
+    for estimator, indices in indices_of.items():
+        done |= zip(indices, _estimate(estimator, [groups[index] for index in indices], algorithm), strict=True)
+    return [done[index] for index in range(len(groups))]
 
 
 def trained_roles(groups: Sequence[TrajectoryGroup], algorithm: AlgorithmSection) -> list[TrajectoryGroup]:
@@ -64,7 +64,7 @@ def _rewards_of(group: TrajectoryGroup) -> GroupRewards:
     lengths = tuple(sum(len(step.response_ids) for step in t.steps) for t in group.trajectories)
     # a trajectory that does not know its rollout counts as one of its own
     rollouts = tuple(
-        -1 - place if t.rollout_idx == NO_ROLLOUT else t.rollout_idx for place, t in enumerate(group.trajectories)
+        -1 - index if t.rollout_idx == NO_ROLLOUT else t.rollout_idx for index, t in enumerate(group.trajectories)
     )
     return GroupRewards(group.rewards(), lengths, rollouts)
 

@@ -27,7 +27,7 @@ class GroupRewards:
     """What an estimator sees of one group: per trajectory its reward, its response tokens and its rollout.
 
     `rollouts` numbers the group's rollouts from 0 in the order in which they come; left out, every trajectory is a
-    rollout of its own. Any numbers will do, they are renumbered.
+    rollout of its own. Any numbers are accepted; they are renumbered.
     """
 
     rewards: tuple[float, ...]
@@ -40,7 +40,7 @@ class GroupRewards:
         given = self.rollouts or tuple(range(len(self.rewards)))
         if len(given) != len(self.rewards):
             raise DataError(f"GroupRewards: {len(self.rewards)} rewards, but {len(given)} rollouts")
-        number = {rollout: place for place, rollout in enumerate(dict.fromkeys(given))}
+        number = {rollout: position for position, rollout in enumerate(dict.fromkeys(given))}
         object.__setattr__(self, "rollouts", tuple(number[rollout] for rollout in given))
 
     @property
@@ -230,18 +230,18 @@ def _in_spreads(centred: np.ndarray, by_rollout: np.ndarray, unit: float) -> np.
 def _credit_for_best_of(k: int, rewards: np.ndarray) -> np.ndarray:
     """Per rollout, the sum over the k-subsets that hold it of their best reward, divided by C(n, k).
 
-    Rewards count from the worst, which takes the same off every credit. In ascending order the best of a subset is its
-    last. For the one at place p that is itself in C(p, k - 1) subsets, whose others stand before it, and the one at a
-    later place q in C(q - 1, k - 2), whose others stand before q.
+    The worst reward is subtracted first, which lowers every credit by the same. In ascending order the best of a subset
+    is its last. The rollout at rank p is the best of C(p, k - 1) subsets: the others have lower ranks. A rollout at a
+    higher rank q is the best of C(q - 1, k - 2) subsets that hold p.
     """
     count = len(rewards)
     order = np.argsort(rewards, kind="stable")
     ascending = rewards[order]
     ascending -= ascending[0]
-    # whole numbers, divided once: C(n, k) of a large group does not fit a float
+    # integers, divided once: C(n, k) of a large group does not fit a float
     subsets = comb(count, k)
-    as_best = np.array([comb(place, k - 1) / subsets for place in range(count)])
-    as_other = np.array([comb(place - 1, k - 2) / subsets if place and k > 1 else 0.0 for place in range(count)])
+    as_best = np.array([comb(rank, k - 1) / subsets for rank in range(count)])
+    as_other = np.array([comb(rank - 1, k - 2) / subsets if rank and k > 1 else 0.0 for rank in range(count)])
     by_later = np.append(np.cumsum((ascending * as_other)[:0:-1])[::-1], 0.0)
     credit = np.empty(count)
     credit[order] = ascending * as_best + by_later

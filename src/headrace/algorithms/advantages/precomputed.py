@@ -15,13 +15,13 @@ def brings_advantages(group: TrajectoryGroup) -> bool:
 
 
 def use_precomputed(groups: Sequence[TrajectoryGroup]) -> dict[int, TrajectoryGroup]:
-    """The groups, by their place, that bring advantages: Steps with a list that fits keep it, the others get zeros.
+    """By index, the groups with advantages of the workflow. Steps with a list that fits keep it, the others get zeros.
 
-    A group in which no Step has any is not among them: it is for the estimator.
+    A group in which no Step has any is left to the estimator.
     """
-    own = {place: group for place, group in enumerate(groups) if brings_advantages(group)}
+    own = {index: group for index, group in enumerate(groups) if brings_advantages(group)}
     steps = list(_steps(own.values()))
-    # a Step without response tokens lacks nothing
+    # a Step without response tokens needs none
     missing = sum(bool(step.response_ids) and step.advantage is None for step in steps)
     misfits = sum(step.advantage is not None and not _fits(step) for step in steps)
     if missing or misfits:
@@ -31,11 +31,11 @@ def use_precomputed(groups: Sequence[TrajectoryGroup]) -> dict[int, TrajectoryGr
             f"number per response token",
             stacklevel=3,
         )
-    return {place: _with_zeros(group) for place, group in own.items()}
+    return {index: _with_zeros(group) for index, group in own.items()}
 
 
 def warn_of_overwriting(groups: Sequence[TrajectoryGroup]) -> None:
-    """Say how many Steps bring advantages that the estimator's will replace."""
+    """Warn how many Steps have advantages that the estimator will overwrite."""
     overwritten = sum(map(_has_list, _steps(groups)))
     if overwritten:
         warnings.warn(
@@ -50,7 +50,7 @@ def _steps(groups: Iterable[TrajectoryGroup]) -> Iterator[Step]:
 
 
 def _has_list(step: Step) -> bool:
-    """An empty list on an empty response says nothing."""
+    """An empty list on an empty response does not count."""
     return step.advantage is not None and bool(step.advantage or step.response_ids)
 
 
