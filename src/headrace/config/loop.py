@@ -29,9 +29,8 @@ class TrainerSection(Section):
     """How many versions generation may run ahead of training; 0 is synchronous and on-policy. trainer.staleness decides
     about older tokens."""
     staleness: str = "trust"
-    """Policy for tokens older than max_staleness: "count" only counts them, "drop" drops the group, "wait" waits
-    for groups before they become so old, "mask" leaves the tokens out, "trust" trains those where the policy has hardly
-    changed; or "module:class" of your own."""
+    """Tokens older than max_staleness: "count" trains them, "drop" drops their group, "wait" prevents them by waiting
+    for slow groups, "mask" leaves them out, "trust" leaves out those where the policy has moved; or "module:class"."""
     partial_rollouts: bool = True
     """Sequences in flight continue with the new weights after a weight sync; false waits until all have finished."""
     stream: bool | None = None
