@@ -263,10 +263,10 @@ class Watch:
         Ledger.open = classmethod(lambda cls, *args: self._opened(opened(cls, *args)))  # type: ignore[assignment]
         build = setup._build
 
-        def began(config: Any, parts: Any, beside: Any, state: Any) -> Any:
+        def began(config: Any, parts: Any, services: Any, state: Any) -> Any:
             self._wrap(type(parts.backend), "publish", lambda **_: "publication")
             self._server.send(b"training")
-            return build(config, parts, beside, state)
+            return build(config, parts, services, state)
 
         setup._build = began
 

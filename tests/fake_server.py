@@ -24,7 +24,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Received:
     """One request."""
 
     path: str
@@ -36,8 +36,8 @@ class Asked:
 class Server:
     """Runs until it is closed; `asked` holds every request, in the order in which they came."""
 
-    def __init__(self, answer: Callable[[Asked], Answer]) -> None:
-        self.asked: list[Asked] = []
+    def __init__(self, answer: Callable[[Received], Answer]) -> None:
+        self.asked: list[Received] = []
         self.busy = self.most_busy = 0
         lock = threading.Lock()
         server = self
@@ -48,7 +48,7 @@ class Server:
             def do_POST(self) -> None:
                 length = int(self.headers.get("Content-Length", 0))
                 headers = {name.lower(): value for name, value in self.headers.items()}
-                asked = Asked(self.path, headers, json.loads(self.rfile.read(length)), time.monotonic())
+                asked = Received(self.path, headers, json.loads(self.rfile.read(length)), time.monotonic())
                 with lock:
                     server.asked.append(asked)
                     server.busy += 1
@@ -92,7 +92,7 @@ class Server:
 
 
 @contextmanager
-def serving(answer: Callable[[Asked], Answer]) -> Iterator[Server]:
+def serving(answer: Callable[[Received], Answer]) -> Iterator[Server]:
     """A server for the time of a test."""
     server = Server(answer)
     try:

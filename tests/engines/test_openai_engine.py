@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from fake_server import Answer, Asked, completion, serving
+from fake_server import Answer, Received, completion, serving
 from headrace.data.episode import Episode, TerminationReason
 from headrace.data.task import Task
 from headrace.engines import http
@@ -43,7 +43,7 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "_FIRST_PAUSE_S", 0.01)
 
 
-def in_turn(*answers: Answer) -> Callable[[Asked], Answer]:
+def in_turn(*answers: Answer) -> Callable[[Received], Answer]:
     """One answer after the other; the last one for ever."""
     rest = list(answers)
     return lambda asked: rest.pop(0) if len(rest) > 1 else rest[0]

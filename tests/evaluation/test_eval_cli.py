@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from fake_server import Answer, Asked, Server, completion, serving
+from fake_server import Answer, Received, Server, completion, serving
 from fakes import ROOT
 from headrace.cli.main import run
 from headrace.engines import http
@@ -65,7 +65,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def adds(asked: Asked) -> Answer:
+def adds(asked: Received) -> Answer:
     """Right on every sum below ten."""
     number = int(asked.body["messages"][0]["content"].split("+")[0])
     return completion(str(number + 1) if number < 10 else "?", tokens=4)
@@ -103,7 +103,7 @@ def test_a_url_is_evaluated_and_all_of_it_is_written(place: Path, capsys: Caught
 
 
 def test_one_request_in_ten_that_fails_is_reported_and_wrong(place: Path) -> None:
-    def answer(asked: Asked) -> Answer:
+    def answer(asked: Received) -> Answer:
         number = int(asked.body["messages"][0]["content"].split("+")[0])
         if number % 10 == 3:
             return Answer({"error": {"message": "cannot be answered"}}, 400)
@@ -184,7 +184,7 @@ def test_what_makes_no_sense_is_refused(words: list[str], problem: str, place: P
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_and_sigterm_say_how_far_it_got(place: Path, number: signal.Signals) -> None:
-    def answer(asked: Asked) -> Answer:
+    def answer(asked: Received) -> Answer:
         slow = int(asked.body["messages"][0]["content"].split("+")[0]) >= 5
         return Answer(adds(asked).body, takes_s=30.0 if slow else 0.0)
 

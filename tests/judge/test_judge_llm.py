@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fake_server import Answer, Asked, completion, serving
+from fake_server import Answer, Received, completion, serving
 from fakes import FakeEngine, FakeEngines, FakeHost, bundled_tokenizer, char_chat, examples
 from headrace import registry
 from headrace.config import RunConfig
@@ -208,7 +208,7 @@ async def test_a_judge_behind_a_url() -> None:
 
 
 async def test_a_judge_that_cannot_be_read_fails_the_episode_and_says_nothing_of_its_worth() -> None:
-    def answer(asked: Asked) -> Answer:
+    def answer(asked: Received) -> Answer:
         return completion("I would rather not say.")
 
     with serving(answer) as server:

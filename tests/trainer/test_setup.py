@@ -15,7 +15,7 @@ from headrace.config.rules import resolve_objective
 from headrace.errors import ConfigError, DataError
 from headrace.evaluation.evaluate import evaluate_run
 from headrace.evaluation.setup import assemble_evaluation
-from headrace.trainer.setup import Given, assemble
+from headrace.trainer.setup import UserObjects, assemble
 
 
 class FakeBackend(FakeHost):
@@ -97,19 +97,19 @@ def test_tests_that_a_program_could_forge_are_found_before_the_model_is_loaded(w
     run = config(workflow={"judger": "code"}, eval=DEV)
     with pytest.raises(DataError, match=r"a program could forge .* it uses eval"):
         training, evaluation = (bad, good) if where == "training" else (good, bad)
-        assemble(run, Given(tasks=training, eval_tasks={"dev": evaluation}))
+        assemble(run, UserObjects(tasks=training, eval_tasks={"dev": evaluation}))
     assert "load" not in said
 
 
 def test_tasks_for_a_set_that_the_configuration_does_not_name_are_an_error(said: list[str]) -> None:
     with pytest.raises(ConfigError, match=r'set "dve".*\(did you mean "dev"\?\); add a section \[eval\.sets\.dve\]'):
-        assemble(config(eval=DEV), Given(eval_tasks={"dve": [{"instruction": "a"}]}))
+        assemble(config(eval=DEV), UserObjects(eval_tasks={"dve": [{"instruction": "a"}]}))
     assert "load" not in said
 
 
 def test_tasks_given_for_a_set_go_before_those_it_names_even_if_there_are_none() -> None:
     with pytest.raises(DataError, match="tasks has no tasks"):
-        assemble(config(eval=DEV), Given(eval_tasks={"dev": []}))
+        assemble(config(eval=DEV), UserObjects(eval_tasks={"dev": []}))
 
 
 class TrainingTasks:

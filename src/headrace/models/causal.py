@@ -76,7 +76,7 @@ class CausalModel(Protocol):
         """Final hidden states [N, D] of packed rows, with gradients if enabled."""
         ...
 
-    def whole_head(self) -> FusedLinear | None:
+    def fused_head(self) -> FusedLinear | None:
         """The output head, if its gradient is to be added by `FusedLinear.accumulate`; None: by autograd."""
         ...
 

@@ -109,7 +109,7 @@ class TransformersModel:
     def logits(self, hidden_ND: Tensor) -> Tensor:
         return self._learner.head(hidden_ND) if self._split_head else hidden_ND
 
-    def whole_head(self) -> None:
+    def fused_head(self) -> None:
         return None
 
     @torch.no_grad()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from headrace.config import Weights
-from headrace.models import decoder_layer as whole
+from headrace.models import decoder_layer
 from headrace.models.causal import Draws, require_no_copy
 from headrace.models.elementwise import normed, swiglu, turn_
 from headrace.models.kernels.cpu import kernels_for
@@ -123,11 +123,11 @@ class LlamaModel:
         self._decoded_with: Weights = "float32"
 
     def hidden(self, rows: PackedRows) -> Tensor:
-        norm = whole.last_norm if self._as_a_whole() else _rms_norm
+        norm = decoder_layer.last_norm if self._uses_fused_layers() else _rms_norm
         return norm(self._run(rows), self._norm)
 
-    def whole_head(self) -> FusedLinear | None:
-        return self._head if self._as_a_whole() else None
+    def fused_head(self) -> FusedLinear | None:
+        return self._head if self._uses_fused_layers() else None
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         return self._head.apart(hidden_ND)
@@ -236,9 +236,9 @@ class LlamaModel:
         what a layer's tokens see from before.
         """
         angles = self._angles(rows.positions_N, int(rows.positions_N.max()) + 1)
-        as_a_whole = self._as_a_whole()
-        block = self._whole_block if as_a_whole else self._block
-        x = whole.embed(self._embedding, rows.ids_N) if as_a_whole else self._embedding(rows.ids_N)
+        fused_layers = self._uses_fused_layers()
+        block = self._fused_block if fused_layers else self._block
+        x = decoder_layer.embed(self._embedding, rows.ids_N) if fused_layers else self._embedding(rows.ids_N)
         for index, layer in enumerate(self._layers):
             if keep is not None and index == len(self._layers) - 1:
                 qkv_NHd = turn_(self._project(layer, x, FusedLinear.fused), angles, self._heads + self._kv_heads)
@@ -252,7 +252,7 @@ class LlamaModel:
                 x = block(index, x, angles, rows, keep, past)
         return x
 
-    def _as_a_whole(self) -> bool:
+    def _uses_fused_layers(self) -> bool:
         """Whether the layers with backward passes of their own serve: there are no adapters, and nothing is frozen."""
         trained = all(p.requires_grad for p in self._own_parameters)
         return self._plain and (trained or not torch.is_grad_enabled())
@@ -271,13 +271,15 @@ class LlamaModel:
         x = x + apply(layer.out, mixed_NHd.flatten(1))
         return _feed_forward(layer, x, apply)
 
-    def _whole_block(
+    def _fused_block(
         self, index: int, x: Tensor, angles: Angles, rows: PackedRows, keep: Any = None, past: Any = None
     ) -> Tensor:
         given = (x, self._layers[index], angles, rows, self._kv_heads)
         if keep is None:
-            return whole.layer(*given)
-        return whole.layer(*given, lambda qkv_NHd, rows, _: self._attend_and_keep(index, qkv_NHd, rows, keep, past))
+            return decoder_layer.layer(*given)
+        return decoder_layer.layer(
+            *given, lambda qkv_NHd, rows, _: self._attend_and_keep(index, qkv_NHd, rows, keep, past)
+        )
 
     def _attend_and_keep(
         self, index: int, qkv_NHd: Tensor, rows: PackedRows, keep: Any, past: Any

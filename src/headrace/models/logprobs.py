@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from headrace.models import decoder_layer as whole
+from headrace.models import decoder_layer
 from headrace.models.causal import CausalModel
 
 
@@ -21,11 +21,11 @@ def target_logprobs(
     entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(log-probability of each target, entropy of each distribution), both [M], at the given temperatures."""
-    head = None if entropy_gradient else model.whole_head()
+    head = None if entropy_gradient else model.fused_head()
 
     def one_chunk(hidden: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
         if head is not None:
-            return whole.chosen_logprobs(hidden, head, targets, temperatures)
+            return decoder_layer.chosen_logprobs(hidden, head, targets, temperatures)
         logits_CV = model.logits(hidden)
         logprobs_CV = torch.log_softmax(logits_CV.to(wide_dtype(logits_CV.dtype)) / temperatures[:, None], dim=-1)
         chosen = logprobs_CV.gather(1, targets[:, None]).squeeze(1)

@@ -26,7 +26,7 @@ _STRIDE = 0x9E3779B97F4A7C15  # odd: no two samples of a request share random nu
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class CheckedRequest:
     """A checked request."""
 
     prompt: tuple[int, ...]
@@ -63,7 +63,7 @@ def _source(service: Service, request: types.SampleRequest) -> tuple[str, str, s
     return sampling.key, sampling.session.id, sampling.id
 
 
-def _check(service: Service, request: types.SampleRequest) -> Asked:
+def _check(service: Service, request: types.SampleRequest) -> CheckedRequest:
     if request.target_prompt_logprobs is not None or request.prompt_alt_tokens_k or request.record_stability_info:
         raise Refusal(
             "this server does not offer target_prompt_logprobs, prompt_alt_tokens_k or record_stability_info; "
@@ -81,7 +81,7 @@ def _check(service: Service, request: types.SampleRequest) -> Asked:
         raise Refusal(f"prompt_logprobs_last_n must be between 1 and {len(prompt) - 1}, with prompt_logprobs set")
     given = request.sampling_params.seed
     first = secrets.randbits(63) if given is None else given
-    return Asked(
+    return CheckedRequest(
         prompt=prompt,
         params=_params(request.sampling_params, service.base.max_length - len(prompt), service.base.model.vocabulary),
         seeds=tuple((first + i * _STRIDE) % 2**64 for i in range(request.num_samples)),
@@ -132,7 +132,7 @@ def _params(given: types.SamplingParams, room: int, vocabulary: int) -> Sampling
     )
 
 
-async def _sample(pool: SamplerPool, lane: SamplerLane, asked: Asked) -> SampleResult:
+async def _sample(pool: SamplerPool, lane: SamplerLane, asked: CheckedRequest) -> SampleResult:
     jobs: list[Coroutine[Any, Any, Any]] = [pool.generate(lane, asked.prompt, asked.params, s) for s in asked.seeds]
     scored = asked.prompt_logprobs or asked.prompt_k > 0
     if scored:
@@ -166,7 +166,7 @@ def _sequence(one: Generation, scores: Scores | None, prompt_length: int) -> Sam
     return SampledTokens(one.completion_ids, one.logprobs, one.finish_reason == FinishReason.STOP, top)
 
 
-def _prompt_scores(scores: Scores, asked: Asked) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray] | None]:
+def _prompt_scores(scores: Scores, asked: CheckedRequest) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray] | None]:
     """One entry per prompt token; NaN for the first, which nothing comes before, and where none was asked for."""
     logprobs = np.concatenate([[np.nan], scores.logprobs])
     unasked = slice(0, len(logprobs) - asked.last_n if asked.last_n is not None else 1)

@@ -27,7 +27,7 @@ from headrace.run.directory import stored_numerics
 from headrace.scheduling.buffer import FinishedGroup, TrajectoryGroupBuffer
 from headrace.trainer.learner_step import Learner
 from headrace.trainer.recovery import learn_recorded
-from headrace.trainer.setup import Given, RunParts, assemble, numerics_of
+from headrace.trainer.setup import RunParts, UserObjects, assemble, numerics_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class Replay:
         return len(self._batches)
 
     def __iter__(self) -> Iterator[ReplayedStep]:
-        parts = assemble(self.config, Given(workflow=_never))  # nothing is rolled out: the run's own may be gone
+        parts = assemble(self.config, UserObjects(workflow=_never))  # nothing is rolled out: the run's own may be gone
         buffer = TrajectoryGroupBuffer(self.config)
         learner = Learner(self.config, parts.backend, parts.objective, parts.policy)
         with asyncio.Runner() as runner:

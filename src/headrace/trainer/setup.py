@@ -58,7 +58,7 @@ from headrace.weights.sync import WeightSync
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class UserObjects:
     """Objects that the user gave instead of names."""
 
     workflow: Any = None
@@ -109,7 +109,7 @@ class RunParts:
 
 def assemble(
     config: RunConfig,
-    given: Given | None = None,
+    given: UserObjects | None = None,
     values: Values | None = None,
     report: Callable[[str], None] = lambda _: None,
 ) -> RunParts:
@@ -117,7 +117,7 @@ def assemble(
 
     Names first, then tasks, then the model: what is cheap to find wrong is found before what is slow to load.
     """
-    given = given or Given()
+    given = given or UserObjects()
     check_names(config, given.objects())
     run = run_function(config.workflow, given.workflow)
     judge = configured_judger(config.workflow, config.judge, given.judger)
@@ -237,7 +237,7 @@ def batches_left(config: RunConfig, step: int) -> int:
 
 @asynccontextmanager
 async def open_run(
-    config: RunConfig, as_given: RunConfig, given: Given, claim: Claim, stop: StopRequest
+    config: RunConfig, as_given: RunConfig, given: UserObjects, claim: Claim, stop: StopRequest
 ) -> AsyncIterator[Run]:
     """Load the model, find where the run stands, and build all that its loops need. Everything is closed at the end,
     in the opposite order, whatever fails."""
@@ -268,8 +268,8 @@ async def open_run(
         callbacks = CallbackSet(
             [evaluating, *given.callbacks, Tracking(trackers), saving], config.trainer.hook_timeout_s
         )
-        beside = _Beside(folder, loop, journal, trackers, callbacks, evaluating, checkpoints, abandoned, stop)
-        run = _build(config, parts, beside, state)
+        services = _Services(folder, loop, journal, trackers, callbacks, evaluating, checkpoints, abandoned, stop)
+        run = _build(config, parts, services, state)
         trackers.progress("syncing the weights to the engine")
         await parts.sync.sync(run.start.version)
         yield run
@@ -305,7 +305,7 @@ def _missing_metrics(config: RunConfig, folder: Path, journal: RunJournal, state
 
 
 @dataclass(frozen=True, slots=True)
-class _Beside:
+class _Services:
     """What a run has beside the parts that its configuration names and those of its loops."""
 
     folder: Path
@@ -319,11 +319,11 @@ class _Beside:
     stop: StopRequest
 
 
-def _build(config: RunConfig, parts: RunParts, beside: _Beside, state: TrainerState | None) -> Run:
+def _build(config: RunConfig, parts: RunParts, services: _Services, state: TrainerState | None) -> Run:
     """The loops' own parts, new or as ledger and checkpoint have them."""
     section, sampler, policy, engine = config.trainer, parts.sampler, parts.policy, parts.engine
-    journal, trackers, callbacks = beside.journal, beside.trackers, beside.callbacks
-    buffer = TrajectoryGroupBuffer(config, spill_dir=beside.folder / "spill")
+    journal, trackers, callbacks = services.journal, services.trackers, services.callbacks
+    buffer = TrajectoryGroupBuffer(config, spill_dir=services.folder / "spill")
     start = find_start(journal, buffer, state)
     left = batches_left(config, start.step)
     coordinator = SyncCoordinator.from_config(
@@ -337,9 +337,9 @@ def _build(config: RunConfig, parts: RunParts, beside: _Beside, state: TrainerSt
     in_place = parts.sync.in_place
     streams = learner.streams and (not in_place if section.stream is None else section.stream)
     releases = section.max_staleness == 0 if section.release_cache is None else section.release_cache
-    stopping = beside.stop
+    stopping = services.stop
     manager = AgentLoopManager(
-        config, sampler, beside.loop, coordinator, buffer, lifecycle, resumed=resumed,
+        config, sampler, services.loop, coordinator, buffer, lifecycle, resumed=resumed,
         begun_at=journal.batch_begun_at(), streams=streams, stopping=lambda: stopping.requested,
         report=trackers.message,
     )  # fmt: skip
@@ -347,10 +347,10 @@ def _build(config: RunConfig, parts: RunParts, beside: _Beside, state: TrainerSt
     evaluations = Evaluations(parts.evaluator, engine, journal, callbacks, trackers.progress, history)
     alarms = Alarms(config.alarm, config.algorithm.roles, samples_as_learned(config), trackers.message)
     return Run(
-        config=config, folder=beside.folder, start=start, stop=stopping, backend=parts.backend, engine=engine,
+        config=config, folder=services.folder, start=start, stop=stopping, backend=parts.backend, engine=engine,
         sync=parts.sync, manager=manager, policy=policy, journal=journal, trackers=trackers,
-        callbacks=callbacks, evaluating=beside.evaluating, evaluations=evaluations,
-        alarms=alarms, checkpoints=beside.checkpoints, coordinator=coordinator,
+        callbacks=callbacks, evaluating=services.evaluating, evaluations=evaluations,
+        alarms=alarms, checkpoints=services.checkpoints, coordinator=coordinator,
         buffer=buffer, lifecycle=lifecycle, learner=learner, clock=StepClock(),
-        abandoned=beside.abandoned, releases_cache=in_place and releases and not streams,
+        abandoned=services.abandoned, releases_cache=in_place and releases and not streams,
     )  # fmt: skip

@@ -19,7 +19,7 @@ from headrace.run.directory import claim_run_dir, log_to_file, mark_finished, re
 from headrace.tracking.terminal import working
 from headrace.trainer.callbacks import Callback
 from headrace.trainer.loops import TrainingLoops
-from headrace.trainer.setup import Given, Run, StopRequest, numerics_of, open_run
+from headrace.trainer.setup import Run, StopRequest, UserObjects, numerics_of, open_run
 from headrace.trainer.summary import summarize
 from headrace.utils import memory
 from headrace.utils.event_loop import run_loop
@@ -56,14 +56,14 @@ class UnifiedTrainer:
         callbacks: Sequence[Callback] = (),
     ) -> None:
         self._as_given = config if isinstance(config, RunConfig) else build_config(config)
-        objects = Given(workflow, tasks, judger, eval_tasks, tuple(callbacks)).objects()
+        objects = UserObjects(workflow, tasks, judger, eval_tasks, tuple(callbacks)).objects()
         check_settings(self._as_given, objects, begun_with=resumed_config(self._as_given))
         warn_of_long_intervals(self._as_given)
         self.config = resolve_objective(self._as_given)
         section = self.config.trainer
         resolve("staleness", section.staleness)  # a wrong name is reported before a run folder is made
         named = [resolve("callback", name)() for name in section.callbacks]
-        self._given = Given(workflow, tasks, judger, eval_tasks, (*named, *callbacks))
+        self._given = UserObjects(workflow, tasks, judger, eval_tasks, (*named, *callbacks))
         self._stop = StopRequest()
         self._fitting: asyncio.Task[Any] | None = None
         self._loops: TrainingLoops | None = None
