@@ -42,8 +42,8 @@ class HttpJson:
 
     async def post(self, url: str, payload: Any) -> Any:
         """The answer to a payload."""
-        client, places = self._connections()
-        async with places:
+        client, slots = self._connections()
+        async with slots:
             for attempt in range(self._retries + 1):
                 failure, wait_s = await self._try(client, url, payload)
                 if not isinstance(failure, HeadraceError):
@@ -86,9 +86,9 @@ class HttpJson:
         if self._client is None or self._loop is not loop:
             limits = httpx2.Limits(max_connections=self._max_concurrent)
             self._client = httpx2.AsyncClient(timeout=self._timeout_s, limits=limits)
-            self._places = asyncio.Semaphore(self._max_concurrent)
+            self._slots = asyncio.Semaphore(self._max_concurrent)
             self._loop = loop
-        return self._client, self._places
+        return self._client, self._slots
 
     def _pause_s(self, attempt: int) -> float:
         """Doubled each time, and spread: those who were refused together do not come back together."""

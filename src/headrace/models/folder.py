@@ -1,4 +1,4 @@
-"""Is a model folder whole? Checked from sizes and headers alone, before anything heavy is imported or loaded."""
+"""Is a model folder complete? Checked from sizes and headers alone, before anything heavy is imported or loaded."""
 
 from __future__ import annotations
 

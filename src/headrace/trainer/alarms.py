@@ -64,7 +64,7 @@ class Alarms:
         if drift > self._limits.stop_drift:
             raise WeightSyncError(
                 f"{found}, above alarm.stop_drift {self._limits.stop_drift:g}: the engine does not sample from the "
-                f"weights that were published; restart it, or raise the limit if the two are known to compute "
+                f"weights that were synced; restart it, or raise the limit if the two are known to compute "
                 f"differently"
             )
         self.warn_once("drift", f"{found}; above alarm.warn_drift {self._limits.warn_drift:g} training is not exact")

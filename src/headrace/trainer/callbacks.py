@@ -77,7 +77,7 @@ class Callback:
         """The engine has new weights, and has shown by their fingerprint that it has."""
 
     def on_batch_end(self, step: int, metrics: Metrics) -> Any:
-        """After a batch is trained and published. A returned dict is tracked with the step."""
+        """After a batch is trained and the weights are synced. A returned dict is tracked with the step."""
 
     def on_validation_start(self, step: int) -> Any:
         """Before an evaluation, and before the end of the batch that it comes after."""

@@ -18,7 +18,7 @@ from headrace.trainer.drift import drift_metrics
 
 
 class Learner:
-    """Drives the backend. Gradients are sums, and their normaliser comes last: so pieces add up to the whole."""
+    """Drives the backend. Gradients are sums, and their normaliser comes last: so pieces add up."""
 
     def __init__(self, config: RunConfig, backend: Backend, objective: Objective, policy: StalenessPolicy) -> None:
         self._config = config

@@ -182,7 +182,7 @@ class TrainingLoops:
                 await run.lifecycle.changes.until(lambda: run.coordinator.in_flight == 0)
 
     def _skip(self, taken: list[FinishedGroup]) -> None:
-        """Nothing in the batch can be trained: no update, and another batch in its place."""
+        """Nothing in the batch can be trained: no update, and another batch instead."""
         self._run.lifecycle.nothing_to_train(taken, self.step)
         found = self._run.learner.metrics.reduce()
         why = {key: value for key, value in found.items() if value and not key.startswith("memory/")}

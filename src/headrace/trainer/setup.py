@@ -159,7 +159,7 @@ def assemble(
 
 
 def numerics_of(config: RunConfig) -> dict[str, str]:
-    """What the bits of a deterministic run depend on beside its configuration; empty where no one promises any."""
+    """What the bits of a deterministic run depend on apart from its configuration; empty where no one promises any."""
     backend = resolve("backend", config.backend.name) if config.run.deterministic else None
     return backend.numerics(config) if isinstance(backend, SaysNumerics) else {}
 
@@ -306,7 +306,7 @@ def _missing_metrics(config: RunConfig, folder: Path, journal: RunJournal, state
 
 @dataclass(frozen=True, slots=True)
 class _Services:
-    """What a run has beside the parts that its configuration names and those of its loops."""
+    """What `open_run` opened: folder, ledger, trackers and checkpoints, and what uses them."""
 
     folder: Path
     loop: AgentLoop

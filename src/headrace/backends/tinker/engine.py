@@ -266,7 +266,7 @@ class TinkerEngine:
             lane.running[request] = asyncio.ensure_future(self._work(lane, request))
 
     def _leave(self, lane: _Lane, request: Request) -> None:
-        """Free the request's place, wherever it is."""
+        """Free the request's slot, wherever it is."""
         task = lane.running.pop(request, None)
         if task is not None and task is not asyncio.current_task():
             task.cancel()

@@ -64,7 +64,7 @@ class ProcessEngine:
         self._numbers = itertools.count()
         self._loading = asyncio.Lock()
         self._writer: asyncio.StreamWriter | None = None  # while a process is ready
-        self._conversation: asyncio.Task[None] | None = None
+        self._connection: asyncio.Task[None] | None = None
         self._restarting: list[asyncio.Future[None]] = []
         self._restarts = self._deaths_in_a_row = 0
         self._health = EngineHealth(True, False, 0, 0, 0, 0, 0.0)
@@ -124,7 +124,7 @@ class ProcessEngine:
 
     async def restart(self) -> None:
         self._check_usable()
-        self._converse_in_this_loop()
+        self._connect_in_this_loop()
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._restarting.append(ready)
         self._child.kill()
@@ -150,9 +150,9 @@ class ProcessEngine:
             return
         self._closed = True
         self._fail_callers("the engine was closed while the request was under way")
-        if self._conversation is not None:
-            self._conversation.cancel()
-            await asyncio.gather(self._conversation, return_exceptions=True)
+        if self._connection is not None:
+            self._connection.cancel()
+            await asyncio.gather(self._connection, return_exceptions=True)
         await asyncio.to_thread(self._child.end)
         self._weights.close()
 
@@ -160,7 +160,7 @@ class ProcessEngine:
 
     async def _call(self, method: str, *arguments: Any, effect: Callable[[Any], None] = lambda _: None) -> Any:
         self._check_usable()
-        self._converse_in_this_loop()
+        self._connect_in_this_loop()
         number = next(self._numbers)
         frame = encode(Call(number, method, arguments))
         pending = _Pending(method, frame, asyncio.get_running_loop().create_future(), effect)
@@ -182,17 +182,17 @@ class ProcessEngine:
     def _used(self) -> tuple[int | None, int | None]:
         return self._live.buffer, self._pinned.buffer if self._pinned else None
 
-    def _converse_in_this_loop(self) -> None:
-        if self._conversation is None:
-            self._conversation = asyncio.create_task(self._converse_for_ever(), name="headrace-engine")
+    def _connect_in_this_loop(self) -> None:
+        if self._connection is None:
+            self._connection = asyncio.create_task(self._run_processes(), name="headrace-engine")
 
-    # ---- the conversation -----------------------------------------------------------------------------------------
+    # ---- the connection -------------------------------------------------------------------------------------------
 
-    async def _converse_for_ever(self) -> None:
-        """With one process after the other. Waits for messages; ends when the engine is closed or beyond help."""
+    async def _run_processes(self) -> None:
+        """One process after the other. Waits for messages; ends when the engine is closed, or cannot be restarted."""
         try:
             while True:
-                was_ready = await self._converse()
+                was_ready = await self._talk_to_process()
                 code = await asyncio.to_thread(self._child.end, _GRACE_S)
                 await self._handle_exit(code, was_ready)
                 self._child = await asyncio.to_thread(self._launch, self._options, self._weights.files)
@@ -201,8 +201,8 @@ class ProcessEngine:
             await asyncio.to_thread(self._child.end)
             self._fail_callers(f"the engine has stopped: {self._error}")
 
-    async def _converse(self) -> bool:
-        """With the present process, until it has gone; whether it was ever ready."""
+    async def _talk_to_process(self) -> bool:
+        """Exchange messages with the current process until it has ended; whether it was ever ready."""
         ready = False
         try:
             reader, writer = await asyncio.open_connection(sock=self._child.connection)
@@ -212,17 +212,17 @@ class ProcessEngine:
             writer.write(
                 encode(Open(self._options, self._weights.layout, self._live, self._pinned, paused=self._paused))
             )
-            self._take_opened(await receive(reader), writer)
+            self._handle_opened(await receive(reader), writer)
             ready = True
             while True:
-                self._take(await receive(reader))
+                self._handle(await receive(reader))
         except EOFError:
             return ready
         finally:
             self._writer = None
             writer.close()
 
-    def _take_opened(self, message: Any, writer: asyncio.StreamWriter) -> None:
+    def _handle_opened(self, message: Any, writer: asyncio.StreamWriter) -> None:
         if isinstance(message, Failed):
             raise EngineError(f"the engine process could not start: {message.reason}")
         assert isinstance(message, Opened)
@@ -239,7 +239,7 @@ class ProcessEngine:
                 future.set_result(None)
         self._restarting = []
 
-    def _take(self, message: Any) -> None:
+    def _handle(self, message: Any) -> None:
         if isinstance(message, EngineHealth):
             self._health = message
             return
@@ -275,7 +275,7 @@ class ProcessEngine:
             )
         self._restarts += 1
         _log.warning(
-            "the engine process %d died (%s); another takes its place, and %d calls start again",
+            "the engine process %d died (%s); another is started, and %d calls start again",
             self._child.pid,
             how,
             len(self._pending),

@@ -1,4 +1,4 @@
-"""What learner and engine process say to each other: pickles, each after its length, over a pair of sockets.
+"""Messages between learner and engine process: pickles, each after its length, over a pair of sockets.
 
 Both ends are our own code and no one else can write to the sockets, so pickle is safe here.
 """

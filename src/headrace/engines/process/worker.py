@@ -27,7 +27,7 @@ from headrace.weights.shared_memory import BoundModels
 
 
 class Worker:
-    """One engine, and the conversation about it."""
+    """Serves one engine over a socket."""
 
     def __init__(self, writer: asyncio.StreamWriter, files: Sequence[int]) -> None:
         self._writer = writer

@@ -193,7 +193,7 @@ class TorchEngine:
         return await asyncio.wrap_future(future)
 
     def _cancel(self, request: Request) -> None:
-        """Free the request's place, even while the engine is paused: someone may wait for that."""
+        """Free the request's slot, even while the engine is paused: someone may wait for that."""
         request.result.cancel()
         with self._wake:
             if not self._dropping:

@@ -50,7 +50,7 @@ class Lane:
         return bool(self.running or self.waiting or self.urgent)
 
     def take_waiting(self) -> list[Request]:
-        """Requests that may join now: as many as there are places, within the budget for prefilling."""
+        """Requests that may join now: as many as there are free slots, within the budget for prefilling."""
         taken: list[Request] = []
         budget = self._prefill_tokens
         while (queue := self.urgent or self.waiting) and len(self.running) + len(taken) < self._max_batch:
@@ -73,7 +73,7 @@ class Lane:
         self.waiting = deque(r for r in self.waiting if not r.result.cancelled())
 
     def drop_cancelled_running(self) -> None:
-        """Free the places of running requests whose callers have gone."""
+        """Free the slots of running requests whose callers have gone."""
         self._leave([r for r in self.running if r.result.cancelled()])
 
     def advance(self, joined: Sequence[Request]) -> list[tuple[Request, str]]:
