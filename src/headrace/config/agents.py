@@ -143,7 +143,7 @@ class EngineSection(Section):
     """What generates tokens."""
 
     name: str = "torch"
-    """A registered rollout engine; backend "local" samples with "torch"."""
+    """A rollout engine: "torch", or your own as "module:object". Backend "tinker" has "tinker"."""
     max_batch: int = Field(default=128, ge=1, le=65_536)
     """Sequences decoded together."""
     max_model_length: int | None = Field(default=None, ge=2, le=MOST_TOKENS)
