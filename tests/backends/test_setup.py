@@ -26,6 +26,13 @@ class AnyBackend(FakeHost):
     def check(config: RunConfig) -> None: ...
 
 
+class SilentBackend:
+    """Names no transport."""
+
+    @staticmethod
+    def check(config: RunConfig) -> None: ...
+
+
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     engines = {
@@ -37,7 +44,8 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
         "no_factory": object(),
     }
     found = {("engine", name): one for name, one in engines.items()}
-    monkeypatch.setattr(registry, "_registered", {**found, ("backend", "any"): AnyBackend})
+    backends = {("backend", "any"): AnyBackend, ("backend", "silent"): SilentBackend}
+    monkeypatch.setattr(registry, "_registered", {**found, **backends})
 
 
 def config(engine: str, backend: str = "any", **sections: Any) -> RunConfig:
@@ -82,6 +90,7 @@ def test_backend_tinker_has_its_own_engine_by_default(engine: str) -> None:
         ("by_file", "local", {}, 'takes weights by file or pigeon, and backend "local" sends them by in_place or'),
         ("by_file", "any", {}, 'set engine.name = "by_chance"'),
         ("tinker", "local", {}, 'takes weights by tinker_path, and backend "local"'),
+        ("torch", "silent", {}, 'backend "silent" sends them by no transport; use another engine or another backend'),
         ("by_file", "tinker", {}, 'sends them by tinker_path; set engine.name = "tinker"'),
         ("by_chance", "any", {"run": {"deterministic": True}}, "run.deterministic = true needs an engine whose"),
         ("one_version", "any", {"eval": DEV, "trainer": {"max_staleness": 1}}, "set eval.every = 0"),

@@ -46,11 +46,12 @@ def choose(config: RunConfig) -> Choice:
     abilities = _abilities(name, factory, config)
     for problem in _problems(name, abilities, config):
         raise ConfigError(problem)
-    shared = [transport for transport in abilities.transports if transport in backend.transports]
+    sent_by: tuple[str, ...] = getattr(backend, "transports", ())
+    shared = [transport for transport in abilities.transports if transport in sent_by]
     if not shared:
         raise ConfigError(
             f'engine "{name}" takes weights by {_listed(abilities.transports)}, and backend "{config.backend.name}" '
-            f"sends them by {_listed(backend.transports)}; {_remedy(config, backend)}"
+            f"sends them by {_listed(sent_by)}; {_remedy(config, sent_by)}"
         )
     return Choice(backend, factory, shared[0])
 
@@ -86,17 +87,17 @@ def _problems(name: str, abilities: EngineAbilities, config: RunConfig) -> Itera
         )
 
 
-def _remedy(config: RunConfig, backend: Any) -> str:
-    fitting = [name for name in names("engine") if _fits(name, config, backend)]
+def _remedy(config: RunConfig, sent_by: tuple[str, ...]) -> str:
+    fitting = [name for name in names("engine") if _fits(name, config, sent_by)]
     return f'set engine.name = "{fitting[0]}"' if fitting else "use another engine or another backend"
 
 
-def _fits(name: str, config: RunConfig, backend: Any) -> bool:
+def _fits(name: str, config: RunConfig, sent_by: tuple[str, ...]) -> bool:
     try:
         abilities = _abilities(name, resolve("engine", name), config)
     except (ConfigError, MissingExtraError):
         return False
-    return not {*abilities.transports}.isdisjoint(backend.transports)
+    return not {*abilities.transports}.isdisjoint(sent_by)
 
 
 def _listed(transports: tuple[str, ...]) -> str:
