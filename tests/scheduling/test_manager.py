@@ -54,7 +54,7 @@ async def test_new_weights_start_the_next_version_and_old_ones_keep_the_same() -
             groups = await own.produce()
             assert {group.oldest_version for group in groups} == {version}
             if synced is not None:
-                await engine.load_weights(synced)
+                await engine.end_update(synced)
                 own.synced(synced)
 
 
@@ -67,7 +67,7 @@ async def test_running_ahead_is_bounded_by_max_staleness_without_a_trainer_too()
             groups = await own.produce()
             asked.append(len(engine.requests))
             assert len(groups) == 2 and all(version - 1 - (group.oldest_version or 0) <= 1 for group in groups)
-            await engine.load_weights(version)
+            await engine.end_update(version)
             own.synced(version)
     assert asked[0] <= 2 * 2 * 2
 
