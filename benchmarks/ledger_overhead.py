@@ -138,7 +138,7 @@ def measure(work: Path, episodes: int) -> dict[str, float]:
     with LedgerReader.read(work) as reader:
         account = reader.account()
         opened_s = time.perf_counter() - began
-        (rows,) = reader._rows("SELECT (SELECT count(*) FROM calls), (SELECT count(*) FROM episodes)")
+        (rows,) = reader.rows("SELECT (SELECT count(*) FROM calls), (SELECT count(*) FROM episodes)")
     began = time.perf_counter()
     with Ledger.open(work) as ledger:
         ledger.account()

@@ -283,7 +283,7 @@ def test_a_newer_ledger_is_refused(tmp_path: Path, open_it: Callable[[Path], obj
         newer.execute(f"PRAGMA user_version = {len(schema.MIGRATIONS) + 1}")
     newer.close()
     with pytest.raises(
-        LedgerError, match=r"has version 4, .* versions up to 3; use the Headrace that wrote it, or a new"
+        LedgerError, match=r"has version 5, .* versions up to 4; use the Headrace that wrote it, or a new"
     ):
         open_it(tmp_path)
 
@@ -308,7 +308,7 @@ def test_an_older_ledger_is_migrated_and_keeps_what_it_holds(
     monkeypatch.setattr("headrace.ledger.files.MIGRATIONS", schema.MIGRATIONS)
     with open_it(tmp_path) as reader:
         assert reader.account().dispatched == 1
-        assert reader._rows("SELECT colour, user_version FROM groups, pragma_user_version()") == [("blue", 4)]
+        assert reader.rows("SELECT colour, user_version FROM groups, pragma_user_version()") == [("blue", 5)]
 
 
 def test_a_migration_that_fails_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -320,4 +320,4 @@ def test_a_migration_that_fails_changes_nothing(tmp_path: Path, monkeypatch: pyt
         with pytest.raises(LedgerError, match="no such table"):
             Ledger.open(tmp_path)
     with Ledger.open(tmp_path) as ledger:
-        assert "colour" not in [row[0] for row in ledger._rows("SELECT name FROM pragma_table_info('groups')")]
+        assert "colour" not in [row[0] for row in ledger.rows("SELECT name FROM pragma_table_info('groups')")]

@@ -364,7 +364,7 @@ def test_a_ledger_of_version_one_is_resumed_and_does_not_know_the_older_advantag
             record(ledger, 0)
     assert ask(tmp_path, "PRAGMA user_version") == [(1,)]
     assert [row["trained"] for row in exported(tmp_path)] == [None]
-    assert ask(tmp_path, "PRAGMA user_version") == [(3,)]
+    assert ask(tmp_path, "PRAGMA user_version") == [(4,)]
     with Ledger.open(tmp_path) as ledger:
         assert ledger.group(0) == [simple_episode(0).episode] and ledger.account().trained == 1
         record(ledger, 1, rows_of(1, 0.5))

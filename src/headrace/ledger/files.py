@@ -18,6 +18,11 @@ FILE_NAME = "ledger.sqlite"
 _WAL_BYTES = 64 << 20
 _BUSY_S = 30.0
 
+WITHOUT_IT = (
+    "or move ledger.sqlite and ledger.sqlite-wal away: the run then resumes from its newest checkpoint (from its "
+    "beginning, if it has none), trains nothing twice, and records anew from there"
+)
+
 _REMEDIES = {
     "SQLITE_FULL": "free some space and run the same command again; what is recorded is whole",
     "SQLITE_READONLY": "make the folder writable, or choose another with --run-dir",
@@ -26,7 +31,6 @@ _REMEDIES = {
     "SQLITE_IOERR": "look after the disk, then run the same command again; what is recorded is whole",
     "SQLITE_BUSY": "another program holds the file; end it first",
     "SQLITE_NOTADB": "it is not a ledger; name the folder of a run",
-    "SQLITE_CORRUPT": "the file is damaged; restore it from a copy, or start the run anew elsewhere",
 }
 
 
@@ -44,7 +48,14 @@ def explained(error: Exception, path: Path, doing: str) -> LedgerError:
     if isinstance(error, OSError):
         remedy = _REMEDIES["SQLITE_READONLY"]
     said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    if not remedy and isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.ProgrammingError):
+        return damaged(path, said)
     return LedgerError(f"cannot {doing} the ledger {path}: {said}" + (f"; {remedy}" if remedy else ""))
+
+
+def damaged(path: Path, found: str) -> LedgerError:
+    """What to say of a file that this program cannot have left like this."""
+    return LedgerError(f"the ledger {path} is damaged, or was changed by hand: {found}. Put a copy back; {WITHOUT_IT}")
 
 
 @contextmanager

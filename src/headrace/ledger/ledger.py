@@ -78,9 +78,9 @@ class Ledger(LedgerReader):
         """Wait until everything recorded so far survives the end of this process, if not a loss of power."""
         await asyncio.to_thread(self._writer.wait, sync=False)
 
-    def _rows(self, query: str, values: Iterable[Any] = ()) -> list[tuple[Any, ...]]:
+    def rows(self, query: str, values: Iterable[Any] = ()) -> list[tuple[Any, ...]]:
         self._writer.wait(sync=False)
-        return super()._rows(query, values)
+        return super().rows(query, values)
 
     # ---- rollouts -------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 from headrace.errors import LedgerError
 
 _EXACT = "$exact"
-_RAW, _DEFLATED = b"\0", b"\1"
+_RAW, _DEFLATED, _SEALED = b"\0", b"\1", b"C"
 _WORTH_DEFLATING = 1024  # bytes; below, what is saved is not worth the time
 _LENGTH = struct.Struct("<I")
 MOST_BYTES: Final = 1 << 29
@@ -109,12 +109,15 @@ def expand(lengths: Sequence[Any]) -> tuple[Any, ...]:
 def require_sane(numbers: int) -> None:
     """Refuse run lengths that stand for more numbers than a body can hold, before they are expanded."""
     if numbers > MOST_BYTES // 8:
-        raise damaged(f"it stands for {numbers} numbers, and {MOST_BYTES // 8} is the most")
+        raise DamagedRecordError(f"it stands for {numbers} numbers, and {MOST_BYTES // 8} is the most")
 
 
-def damaged(why: str) -> LedgerError:
-    """A body that this program cannot have written."""
-    return LedgerError(f"a record in the ledger is damaged: {why}; put ledger.sqlite back from a copy")
+class DamagedRecordError(LedgerError):
+    """A record that this program cannot have written. `why` says what is wrong with it."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"a record in the ledger is damaged: {why}; put ledger.sqlite back from a copy")
+        self.why = why
 
 
 def same_floats(ours: Sequence[float] | None, theirs: Sequence[float] | None) -> bool:
@@ -200,12 +203,33 @@ def pack_bytes(text: str, *arrays: bytes) -> bytes:
     return _RAW + plain
 
 
+def seal(body: bytes, *key: Any) -> bytes:
+    """The body with a checksum of itself and of `key`: columns of its row that would change what it means."""
+    return _SEALED + _LENGTH.pack(_checksum(body, key)) + body
+
+
+def unseal(sealed: Any, *key: Any) -> bytes:
+    """The inverse of `seal`; raises if body or key are not as they were. Older programs wrote bodies without a seal."""
+    if not isinstance(sealed, bytes) or sealed[:1] not in (_RAW, _DEFLATED, _SEALED):
+        raise DamagedRecordError("it is not a body")
+    if sealed[:1] != _SEALED:
+        return sealed
+    body = sealed[1 + _LENGTH.size :]
+    if sealed[1 : 1 + _LENGTH.size] != _LENGTH.pack(_checksum(body, key)):
+        raise DamagedRecordError("its checksum differs")
+    return body
+
+
+def _checksum(body: bytes, key: tuple[Any, ...]) -> int:
+    return zlib.crc32(body, zlib.crc32("\0".join(map(str, key)).encode("utf-8", "surrogatepass")))
+
+
 def unpack(body: bytes) -> tuple[Any, list[tuple[Any, ...]]]:
     """The value and the arrays of a body."""
     try:
         return _unpacked(_inflated(body))
     except (zlib.error, struct.error, ValueError, TypeError, LookupError, RecursionError) as error:
-        raise damaged(f"{type(error).__name__}: {error}") from error
+        raise DamagedRecordError(f"{type(error).__name__}: {error}") from error
 
 
 def _inflated(body: bytes) -> bytes:
@@ -215,9 +239,9 @@ def _inflated(body: bytes) -> bytes:
     inflater = zlib.decompressobj(-zlib.MAX_WBITS)
     plain = inflater.decompress(memoryview(body)[1:], MOST_BYTES)
     if inflater.unconsumed_tail and inflater.decompress(inflater.unconsumed_tail, 1):
-        raise damaged(f"its {len(body)} bytes inflate to more than {MOST_BYTES}")
+        raise DamagedRecordError(f"its {len(body)} bytes inflate to more than {MOST_BYTES}")
     if not inflater.eof:
-        raise damaged("it is cut off")
+        raise DamagedRecordError("it is cut off")
     return plain
 
 
@@ -232,7 +256,7 @@ def _unpacked(plain: bytes) -> tuple[Any, list[tuple[Any, ...]]]:
         found = array(item[0])
         size = int(item[1:]) * found.itemsize
         if place + size > len(plain):
-            raise damaged(f"an array of {size} bytes is cut off")
+            raise DamagedRecordError(f"an array of {size} bytes is cut off")
         found.frombytes(plain[place : place + size])
         place += size
         if sys.byteorder == "big":

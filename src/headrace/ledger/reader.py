@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +14,8 @@ from headrace.data.episode import Episode
 from headrace.errors import LedgerError
 from headrace.ledger.bodies import FIRST_PROMPT, Base, unpack_call, unpack_episode, unpack_prompt
 from headrace.ledger.columns import FIGURES, episode_fields
-from headrace.ledger.files import connect_reader, explaining, ledger_file
-from headrace.ledger.pack import from_json, unpack_value
+from headrace.ledger.files import connect_reader, damaged, explaining, ledger_file
+from headrace.ledger.pack import DamagedRecordError, from_json, unpack_value, unseal
 from headrace.ledger.records import (
     Account,
     BatchRecord,
@@ -32,16 +32,7 @@ from headrace.ledger.records import (
     TrainedRow,
     UnfinishedGroup,
 )
-from headrace.ledger.restoring import (
-    GROUP,
-    Excerpt,
-    Standing,
-    read_difference,
-    read_excerpt,
-    read_missing,
-    read_open,
-    read_standing,
-)
+from headrace.ledger.restoring import GROUP
 from headrace.ledger.rows import unpack_rows
 
 Row = tuple[Any, ...]
@@ -86,30 +77,41 @@ class LedgerReader:
     @contextmanager
     def snapshot(self) -> Iterator[None]:
         """Within it, all answers are of one moment. Not for long: the writer's log grows meanwhile."""
-        self._rows("BEGIN")
+        self.rows("BEGIN")
         try:
             yield
         finally:
-            self._rows("COMMIT")
+            self.rows("COMMIT")
 
-    def _rows(self, query: str, values: Iterable[Any] = ()) -> list[Row]:
+    def rows(self, query: str, values: Iterable[Any] = ()) -> list[Row]:
+        """What a query of SQL answers."""
         with explaining(self.path, "read"):
             return self._connection.execute(query, tuple(values)).fetchall()
 
+    @contextmanager
+    def _decoding(self, what: str) -> Iterator[None]:
+        """What cannot be decoded is damaged: say which record, and what to do."""
+        try:
+            yield
+        except DamagedRecordError as error:
+            raise damaged(self.path, f"{what}: {error.why}") from error
+        except (ValueError, TypeError, LookupError) as error:
+            raise damaged(self.path, f"{what}: {type(error).__name__}: {error}") from error
+
     def _row(self, query: str, values: Iterable[Any] = ()) -> Row | None:
-        return next(iter(self._rows(query, values)), None)
+        return next(iter(self.rows(query, values)), None)
 
     # ---- the account ----------------------------------------------------------------------------------------------
 
     def account(self) -> Account:
         """Where every dispatched episode is."""
-        rows = self._rows("SELECT ending, sum(episodes) FROM counts GROUP BY ending")
+        rows = self.rows("SELECT ending, sum(episodes) FROM counts GROUP BY ending")
         return _account(dict(rows))
 
     def accounts(self) -> dict[str, Account]:
         """The same by source."""
         found: dict[str, dict[str, int]] = {}
-        for source, ending, episodes in self._rows("SELECT source, ending, episodes FROM counts"):
+        for source, ending, episodes in self.rows("SELECT source, ending, episodes FROM counts"):
             found.setdefault(source, {})[ending] = episodes
         return {source: _account(counts) for source, counts in sorted(found.items())}
 
@@ -119,61 +121,37 @@ class LedgerReader:
 
     def size_bytes(self) -> int:
         """The size of the file, without the writer's log."""
-        pages = self._rows("SELECT page_count * page_size FROM pragma_page_count(), pragma_page_size()")
+        pages = self.rows("SELECT page_count * page_size FROM pragma_page_count(), pragma_page_size()")
         return int(pages[0][0])
 
     def processes(self) -> list[ProcessRecord]:
         """Every start of the run, in order."""
         query = "SELECT started_at, pid, host, resumed_from, ended_at FROM processes ORDER BY process_id"
-        return [ProcessRecord(*row) for row in self._rows(query)]
-
-    # ---- beside a checkpoint --------------------------------------------------------------------------------------
+        return [ProcessRecord(*row) for row in self.rows(query)]
 
     def identity(self) -> IdentityRecord:
         """Which ledger it is."""
-        ((ledger_id, theirs, step),) = self._rows("SELECT ledger_id, begun_from, begun_step FROM identity")
+        ((ledger_id, theirs, step),) = self.rows("SELECT ledger_id, begun_from, begun_step FROM identity")
         return IdentityRecord(ledger_id, None if step is None else (theirs, step))
-
-    def standing(self, next_group_id: int, unfinished: Collection[int], step: int) -> Standing:
-        """How much of the time before a checkpoint is recorded; the arguments are the checkpoint's."""
-        return read_standing(self._rows, next_group_id, unfinished, step)
-
-    def open_groups(self, next_group_id: int, unfinished: Collection[int]) -> set[int]:
-        """Groups that had ended at a checkpoint, and have no end here."""
-        return read_open(self._rows, next_group_id, unfinished)
-
-    def excerpt(self, group_ids: Sequence[int], first_step: int, end_step: int) -> Excerpt:
-        """Rows of those groups that have ended, of batches and publications: `missing` compares them later."""
-        return read_excerpt(self._rows, group_ids, first_step, end_step)
-
-    def missing(self, excerpt: Excerpt) -> Excerpt:
-        """What of an excerpt is not there."""
-        return read_missing(self._rows, excerpt)
-
-    def difference(self, excerpt: Excerpt) -> str | None:
-        """What is there, and not as the excerpt has it."""
-        return read_difference(self._rows, excerpt)
-
-    def require_intact(self) -> None:
-        """Raise LedgerError if the file's pages do not fit together. Reads all of it."""
-        found = self._rows("PRAGMA quick_check(1)")
-        if found != [("ok",)]:
-            raise LedgerError(f"the ledger {self.path} is damaged: {found[0][0]}; put it back from a copy")
 
     # ---- groups ---------------------------------------------------------------------------------------------------
 
     def group_record(self, group_id: int) -> GroupRecord | None:
         """What is known of a group; None if it was never dispatched."""
         row = self._row(f"SELECT {GROUP} FROM groups WHERE group_id = ?", (group_id,))
-        return None if row is None else _group(row)
+        return None if row is None else self._group(row)
 
     def unfinished(self) -> list[UnfinishedGroup]:
         """Groups that were dispatched and not decided, in the order of their dispatch."""
         query = f"SELECT {GROUP} FROM groups WHERE state IN ('dispatched', 'whole') ORDER BY group_id"
-        return [self._unfinished(_group(row)) for row in self._rows(query)]
+        return [self._unfinished(self._group(row)) for row in self.rows(query)]
+
+    def _group(self, row: Row) -> GroupRecord:
+        with self._decoding(f"group {row[0]}"):
+            return _group(row)
 
     def _unfinished(self, group: GroupRecord) -> UnfinishedGroup:
-        rows = self._rows(
+        rows = self.rows(
             "SELECT rollout_idx, max(attempt) FROM episodes WHERE group_id = ? AND state = 'running' "
             "GROUP BY rollout_idx",
             (group.group_id,),
@@ -184,7 +162,7 @@ class LedgerReader:
 
     def group(self, group_id: int) -> list[Episode]:
         """The finished episodes of a group, by rollout: of several attempts, the last."""
-        rows = self._rows(
+        rows = self.rows(
             f"SELECT {_TRAIN_EPISODE} FROM {_TRAIN_FROM} WHERE e.group_id = ? AND e.state IN ('finished', 'failed') "
             "ORDER BY e.rollout_idx, e.attempt",
             (group_id,),
@@ -201,10 +179,8 @@ class LedgerReader:
         """All episodes of a group."""
         episodes, record = self.group(group_id), self.group_record(group_id)
         if record is None or len(episodes) < record.size:
-            raise LedgerError(
-                f"the ledger {self.path} has {len(episodes)} of the {record.size if record else 'unknown'} episodes of "
-                f"group {group_id}; put it back from a copy"
-            )
+            size = record.size if record else "unknown"
+            raise damaged(self.path, f"it has {len(episodes)} of the {size} episodes of group {group_id}")
         return episodes
 
     def last_position(self) -> tuple[int, int] | None:
@@ -223,14 +199,12 @@ class LedgerReader:
 
     def results(self, group_id: int, rollout_idx: int, attempt: int = 0) -> list[ResultRecord]:
         """What tools and judgers answered to one attempt, by number."""
-        rows = self._rows(
+        rows = self.rows(
             "SELECT number, kind, name, request_digest, payload FROM results WHERE episode_id = ? ORDER BY number",
             (self._episode_id(group_id, rollout_idx, attempt),),
         )
-        return [
-            ResultRecord(number, kind, name, request_digest, unpack_value(payload))
-            for number, kind, name, request_digest, payload in rows
-        ]
+        with self._decoding(f"tool and judger results of group {group_id}, rollout {rollout_idx}"):
+            return [ResultRecord(*row, unpack_value(unseal(payload, *row))) for *row, payload in rows]
 
     def _episode_id(self, *rollout: int) -> int | None:
         query = "SELECT episode_id FROM episodes WHERE group_id = ? AND rollout_idx = ? AND attempt = ?"
@@ -238,7 +212,7 @@ class LedgerReader:
 
     def _calls(self, group_id: int, episode_id: int | None) -> list[CallRecord]:
         """In the order in which they were recorded, so that each comes after the one that it refers to."""
-        rows = self._rows(
+        rows = self.rows(
             "SELECT call, role, seed, request_digest, params, finish_reason, temperature, body "
             "FROM calls JOIN params USING (params_id) WHERE episode_id = ? ORDER BY call_id",
             (episode_id,),
@@ -248,15 +222,18 @@ class LedgerReader:
         def base_of(number: int) -> Base:
             if number == FIRST_PROMPT and number not in known:
                 found = self._row("SELECT body FROM prompts WHERE group_id = ?", (group_id,))
-                assert found is not None, f"the first prompt of group {group_id} is missing"
-                known[number] = unpack_prompt(found[0])
+                if found is None:
+                    raise DamagedRecordError("the first prompt is missing")
+                known[number] = unpack_prompt(unseal(found[0], group_id))
             return known[number]
 
         records = []
-        for call, role, seed, request_digest, params, finish_reason, temperature, body in rows:
-            output, messages = unpack_call(body, base_of, call, finish_reason, temperature)
-            record = CallRecord(output, role, seed, request_digest, messages, from_json(params))
-            known[call] = Base.of_call(record)
+        for *asked, params, finish_reason, temperature, body in rows:
+            with self._decoding(f"model call {asked[0]} of group {group_id}"):
+                plain = unseal(body, *asked, finish_reason, temperature)
+                output, messages = unpack_call(plain, base_of, asked[0], finish_reason, temperature)
+                record = CallRecord(output, *asked[1:], messages, from_json(params))
+            known[record.call] = Base.of_call(record)
             records.append(record)
         return records
 
@@ -273,24 +250,33 @@ class LedgerReader:
     def _batches(self, condition: str, step: int) -> list[BatchRecord]:
         query = f"SELECT step, version, steps, pieces FROM batches WHERE {condition} ORDER BY step"
         return [
-            self._with_members(BatchRecord(at, version, (), (), steps, tuple(json.loads(pieces))))
-            for at, version, steps, pieces in self._rows(query, (step,))
+            self._with_members(BatchRecord(at, version, (), (), steps, self._pieces(at, pieces)))
+            for at, version, steps, pieces in self.rows(query, (step,))
         ]
 
+    def _pieces(self, step: int, pieces: str) -> tuple[int, ...]:
+        with self._decoding(f"the pieces of the batch of step {step + 1}"):
+            return tuple(json.loads(pieces))
+
     def _with_members(self, batch: BatchRecord) -> BatchRecord:
-        rows = self._rows("SELECT group_id, again FROM batch_groups WHERE step = ? ORDER BY place", (batch.step,))
+        rows = self.rows("SELECT group_id, again FROM batch_groups WHERE step = ? ORDER BY place", (batch.step,))
         fresh, again = (tuple(group_id for group_id, flag in rows if flag == wanted) for wanted in (0, 1))
         return replace(batch, group_ids=fresh, again=again)
 
     def trained_rows(self, step: int) -> tuple[TrainedRow, ...] | None:
         """The rows of the batch that was trained after so many steps; None if they are not, or no longer, recorded."""
-        found = self._row("SELECT body FROM batch_rows WHERE step = ?", (step,))
-        return None if found is None else unpack_rows(found[0])
+        found, batch = self._row("SELECT body FROM batch_rows WHERE step = ?", (step,)), self.batch_record(step)
+        if found is None:
+            return None
+        with self._decoding(f"the batch of step {step + 1}"):
+            if batch is None:
+                raise DamagedRecordError("it has rows, but no batch")
+            return unpack_rows(unseal(found[0], step, batch.version, batch.group_ids, batch.again))
 
     def steps_of(self, group_id: int) -> list[int]:
         """The steps of the batches that held a group, in order."""
         query = "SELECT step FROM batch_groups WHERE group_id = ? ORDER BY step"
-        return [step for (step,) in self._rows(query, (group_id,))]
+        return [step for (step,) in self.rows(query, (group_id,))]
 
     def last_batch(self) -> BatchRecord | None:
         """The batch that was recorded last."""
@@ -313,7 +299,7 @@ class LedgerReader:
 
     def evaluations(self) -> list[EvaluationRecord]:
         """Every evaluation, by step; those of one step as they were made."""
-        rows = self._rows("SELECT step, name, metrics FROM evaluations ORDER BY step, evaluation_id")
+        rows = self.rows("SELECT step, name, metrics FROM evaluations ORDER BY step, evaluation_id")
         return [EvaluationRecord(step, name, from_json(metrics)) for step, name, metrics in rows]
 
     # ---- episodes -------------------------------------------------------------------------------------------------
@@ -335,15 +321,19 @@ class LedgerReader:
         last = 0
         while True:
             query = f"SELECT {columns} FROM {tables} WHERE {key} > ? {condition}ORDER BY {key} LIMIT {_PAGE}"
-            rows = self._rows(query, (last, *bounds))
-            yield from (self._train_record(row) if train else _record(row, "eval", {}) for row in rows)
+            rows = self.rows(query, (last, *bounds))
+            yield from (self._train_record(row) if train else self._record(row, "eval", {}) for row in rows)
             if len(rows) < _PAGE:
                 return
             last = rows[-1][0]
 
     def _train_record(self, row: Row) -> EpisodeRecord:
         calls = self._calls(row[4], row[0]) if row[1] is not None else []
-        return _record(row, "train", {record.call: record for record in calls})
+        return self._record(row, "train", {record.call: record for record in calls})
+
+    def _record(self, row: Row, kind: str, calls: dict[int, CallRecord]) -> EpisodeRecord:
+        with self._decoding(f"the episode of group {row[4]}, rollout {row[5]}"):
+            return _record(row, kind, calls)
 
 
 def _record(row: Row, kind: str, calls: dict[int, CallRecord]) -> EpisodeRecord:
@@ -352,6 +342,7 @@ def _record(row: Row, kind: str, calls: dict[int, CallRecord]) -> EpisodeRecord:
     state, duration_s, decision, reason, step = row[7 + len(FIGURES) :]
     identity = dict(zip(("group_id", "rollout_idx", "attempt"), place, strict=True))
     columns = {"task_id": task_id, "source": source, **identity, **episode_fields(figure)}
+    body = body if body is None else unseal(body, *place, figure["termination"], state)
     return EpisodeRecord(
         kind,
         Episode(**columns) if body is None else unpack_episode(body, columns, calls),

@@ -17,7 +17,7 @@ from headrace.data.sample import TrainBatch
 from headrace.errors import LedgerError
 from headrace.ledger.bodies import Base, pack_call, pack_episode, pack_prompt, unpack_prompt
 from headrace.ledger.columns import figures, stored_text, unstorable
-from headrace.ledger.pack import pack_value, to_json
+from headrace.ledger.pack import pack_value, seal, to_json, unseal
 from headrace.ledger.pending import BODY, CALLED, EVALUATED, FINISHED, RESULTED, STARTED, PendingRows
 from headrace.ledger.reader import LedgerReader
 from headrace.ledger.records import CallRecord, EpisodeState, GroupState, ResultRecord
@@ -132,20 +132,11 @@ class Recorder:
         if record.call in attempt.calls:
             raise _recorded_before(f"call {record.call}", rollout)
         base = attempt.last_of_role.get(record.role) or self._first_prompt(rollout[0], record)
-        row = (
-            attempt.episode_id,
-            record.call,
-            stored_text(record.role),
-            record.seed,
-            record.request_digest,
-            self._params_id(record.params),
-            len(output.prompt_ids),
-            len(output.completion_ids),
-            stored_text(output.finish_reason),
-            output.temperature,
-            pack_call(record, base),
-        )
-        self._pending.add(CALLED, row)
+        asked = (record.call, stored_text(record.role), record.seed, record.request_digest)
+        sizes = (len(output.prompt_ids), len(output.completion_ids))
+        ended = (stored_text(output.finish_reason), float(output.temperature))
+        body = seal(pack_call(record, base), *asked, *ended)
+        self._pending.add(CALLED, (attempt.episode_id, *asked, self._params_id(record.params), *sizes, *ended, body))
         attempt.add(record)
 
     def resulted(self, rollout: Rollout, result: ResultRecord) -> None:
@@ -162,7 +153,7 @@ class Recorder:
         state = EpisodeState.FAILED if episode.failed else EpisodeState.FINISHED
         self._pending.add(FINISHED, (attempt.episode_id, state, duration_s, *figures(episode)))
         body = pack_episode(episode, attempt.calls, unstorable(episode, *self._task(episode.group_id)))
-        self._pending.add(BODY, (attempt.episode_id, body))
+        self._pending.add(BODY, (attempt.episode_id, seal(body, *rollout, stored_text(episode.termination), state)))
         del self._attempts[rollout]
 
     # ---- decisions ------------------------------------------------------------------------------------------------
@@ -222,7 +213,8 @@ class Recorder:
             "UPDATE groups SET step = ? WHERE group_id = ?", [(step, group_id) for group_id, _ in members]
         )
         if trained:
-            self._execute("INSERT INTO batch_rows VALUES (?, ?)", (step, pack_rows(trained)))
+            body = seal(pack_rows(trained), step, version, tuple(group_ids), tuple(again))
+            self._execute("INSERT INTO batch_rows VALUES (?, ?)", (step, body))
 
     def committed(self, step: int, steps: int) -> None:
         done = self._execute(
@@ -252,6 +244,7 @@ class Recorder:
             task_id, source = stored_text(episode.task_id), stored_text(episode.source)
             place = (episode.group_id, episode.rollout_idx, episode.attempt)
             body = pack_episode(episode, {}, unstorable(episode, task_id, source))
+            body = seal(body, *place, stored_text(episode.termination), None)
             self._pending.add(EVALUATED, (done.lastrowid, task_id, source, *place, *figures(episode), body))
 
     # ---- what a checkpoint knows better -----------------------------------------------------------------------------
@@ -337,9 +330,9 @@ class Recorder:
         """The prompt that the group's rollouts have in common, which is stored once: it is that of its first call."""
         if group_id not in self._prompts:
             stored = self._execute("SELECT body FROM prompts WHERE group_id = ?", (group_id,)).fetchone()
-            body = stored[0] if stored else pack_prompt(record.output.prompt_ids, record.messages)
+            body = unseal(stored[0], group_id) if stored else pack_prompt(record.output.prompt_ids, record.messages)
             if stored is None:
-                self._execute("INSERT INTO prompts VALUES (?, ?)", (group_id, body))
+                self._execute("INSERT INTO prompts VALUES (?, ?)", (group_id, seal(body, group_id)))
             self._prompts[group_id] = unpack_prompt(body)
         return self._prompts[group_id]
 
@@ -369,7 +362,8 @@ class Recorder:
 
 def packed_result(number: int, kind: str, name: str, request_digest: str, payload: Any) -> ResultRecord:
     """A result as it is stored: packed at once, as the workflow may change what it got."""
-    return ResultRecord(number, kind, name, request_digest, pack_value(payload))
+    sealed = seal(pack_value(payload), number, kind, stored_text(name), request_digest)
+    return ResultRecord(number, kind, name, request_digest, sealed)
 
 
 def _recorded_before(what: str, rollout: Rollout) -> LedgerError:

@@ -77,7 +77,9 @@ _V3 = (
     "INSERT INTO identity VALUES (lower(hex(randomblob(16))), NULL, NULL)",
 )
 
-MIGRATIONS: list[tuple[str, ...]] = [_V1, _V2, _V3]
+_V4: tuple[str, ...] = ()  # bodies have checksums, which an older program would take for text
+
+MIGRATIONS: list[tuple[str, ...]] = [_V1, _V2, _V3, _V4]
 """Statements that lead from version n to n + 1. Never change one that was released; add another."""
 
 

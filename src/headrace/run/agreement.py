@@ -13,14 +13,19 @@ from pathlib import Path
 
 from headrace.errors import LedgerError
 from headrace.ledger import Ledger, LedgerReader
-from headrace.ledger.restoring import Excerpt, Standing
+from headrace.ledger.audit import find_contradiction, find_damage
+from headrace.ledger.files import WITHOUT_IT, damaged
+from headrace.ledger.restoring import (
+    Excerpt,
+    Standing,
+    read_difference,
+    read_excerpt,
+    read_missing,
+    read_open,
+    read_standing,
+)
 from headrace.run.checkpoint import TrainerState
 from headrace.tracking.jsonl import FILE_NAME, read_rows
-
-_WITHOUT_IT = (
-    "or move ledger.sqlite and ledger.sqlite-wal away: the run then resumes from its checkpoint, trains nothing twice, "
-    "and records anew from there"
-)
 
 
 def with_excerpt(state: TrainerState, before: TrainerState | None, ledger: LedgerReader) -> TrainerState:
@@ -28,8 +33,8 @@ def with_excerpt(state: TrainerState, before: TrainerState | None, ledger: Ledge
     unfinished = {group_id for group_id, _ in state.unfinished}
     first, earlier = (before.next_group_id, before.unfinished) if before else (0, [])
     changed = {*range(first, state.next_group_id), *(group_id for group_id, _ in earlier)} - unfinished
-    excerpt = ledger.excerpt(sorted(changed), before.step if before else 0, state.step)
-    standing = ledger.standing(state.next_group_id, unfinished, state.step)
+    excerpt = read_excerpt(ledger.rows, sorted(changed), before.step if before else 0, state.step)
+    standing = read_standing(ledger.rows, state.next_group_id, unfinished, state.step)
     found = {"id": ledger.identity().ledger_id, "standing": astuple(standing), "excerpt": excerpt.to_json()}
     return replace(state, ledger=found)
 
@@ -40,8 +45,15 @@ def reconcile(ledger: Ledger, state: TrainerState | None, branches: bool) -> lis
     `branches`: the run begins with a checkpoint of another run.
     """
     step = state.step if state else 0
+    if found := find_damage(ledger.rows):
+        raise damaged(ledger.path, found)
     notes = _reconciled(ledger, state, branches) if state else []
     _require_chain(ledger, step)
+    # last: what was restored above is no damage
+    if found := find_contradiction(ledger.rows):
+        raise damaged(ledger.path, found)
+    for batch in ledger.batches_from(step):
+        ledger.trained_rows(batch.step)  # compares the batch with its checksum
     return notes
 
 
@@ -57,28 +69,27 @@ def _reconciled(ledger: Ledger, state: TrainerState, branches: bool) -> list[str
     if theirs:
         raise LedgerError(
             f"the ledger {ledger.path} is not the one that the checkpoint of step {state.step} was written with: one "
-            f"of them is another run's. Put the run's own back; {_WITHOUT_IT}"
+            f"of them is another run's. Put the run's own back; {WITHOUT_IT}"
         )
     return _without_excerpt(ledger, state)
 
 
 def _restored(ledger: Ledger, state: TrainerState) -> list[str]:
     unfinished = {group_id for group_id, _ in state.unfinished}
-    found = ledger.standing(state.next_group_id, unfinished, state.step)
+    found = read_standing(ledger.rows, state.next_group_id, unfinished, state.step)
     expected, excerpt = Standing(*state.ledger["standing"]), Excerpt.from_json(state.ledger["excerpt"])
-    different = ledger.difference(excerpt)
+    different = read_difference(ledger.rows, excerpt)
     if different:
         raise LedgerError(
             f"the ledger {ledger.path} contradicts the checkpoint of step {state.step}: {different}. Put the run's own "
-            f"back; {_WITHOUT_IT}"
+            f"back; {WITHOUT_IT}"
         )
     if found == expected:
         return []
-    missing = ledger.missing(excerpt)
-    open_groups = ledger.open_groups(state.next_group_id, unfinished) - {row[0] for row in missing.groups}
+    missing = read_missing(ledger.rows, excerpt)
+    open_groups = read_open(ledger.rows, state.next_group_id, unfinished) - {row[0] for row in missing.groups}
     if open_groups or found + missing.standing() != expected:
         raise LedgerError(_behind(ledger, state, expected, found))
-    ledger.require_intact()
     ledger.restore(missing)
     return [_restoring(missing, state.step)]
 
@@ -90,21 +101,21 @@ def _behind(ledger: LedgerReader, state: TrainerState, expected: Standing, found
         f"the ledger {ledger.path} is behind the checkpoint of step {state.step}: it has {found.batches} of "
         f"{expected.batches} batches (up to step {upto}) and {found.groups} of {expected.groups} groups that ended, "
         f"and the checkpoint can restore only the steps since the one before it. Groups would be trained twice. Put a "
-        f"newer copy of the ledger back; {_WITHOUT_IT}"
+        f"newer copy of the ledger back; {WITHOUT_IT}"
     )
 
 
 def _without_excerpt(ledger: LedgerReader, state: TrainerState) -> list[str]:
     """The checkpoint does not know its ledger: it was written without one, or by an older program."""
     unfinished = {group_id for group_id, _ in state.unfinished}
-    open_groups = ledger.open_groups(state.next_group_id, unfinished)
+    open_groups = read_open(ledger.rows, state.next_group_id, unfinished)
     last = ledger.last_batch()
     upto = (last.step + (last.steps or 0)) if last else 0
     if open_groups or upto < state.step:
         raise LedgerError(
             f"the ledger {ledger.path} ends at step {upto}, and the checkpoint is of step {state.step}: the steps "
             f"between were trained with ledger.enabled = false, or the ledger is an older copy. Put a newer one back, "
-            f"resume with ledger.enabled = false, {_WITHOUT_IT}"
+            f"resume with ledger.enabled = false, {WITHOUT_IT}"
         )
     return []
 
@@ -116,7 +127,7 @@ def _require_chain(ledger: LedgerReader, step: int) -> None:
     if gap is not None:
         raise LedgerError(
             f"the ledger {ledger.path} has batches up to step {batches[-1].step + 1}, but not that of step {gap + 1}, "
-            f"and the newest whole checkpoint is of step {step}. Put a newer checkpoint or ledger back; {_WITHOUT_IT}"
+            f"and the newest whole checkpoint is of step {step}. Put a newer checkpoint or ledger back; {WITHOUT_IT}"
         )
 
 
