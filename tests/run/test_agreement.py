@@ -5,6 +5,8 @@ One run is made, and its folder is copied at the end of every step, as a kill at
 
 from __future__ import annotations
 
+import random
+import re
 import shutil
 import sqlite3
 from collections.abc import Callable, Mapping
@@ -15,7 +17,7 @@ import pytest
 
 from crash_checks import check_account, rows
 from headrace.cli.main import run as run_command
-from headrace.errors import LedgerError
+from headrace.errors import HeadraceError, LedgerError
 from headrace.ledger import LedgerReader
 from headrace.run.agreement import first_gap, in_words
 from headrace.run.checkpoint import list_checkpoints
@@ -235,6 +237,107 @@ def test_steps_without_a_ledger_are_not_taken_for_recorded_ones(tmp_path: Path) 
     with pytest.raises(LedgerError, match=r"ends at step 3, and the checkpoint is of step 5: .*ledger.enabled = false"):
         trainer_of(tmp_path, "ahead")[0].fit()
     trainer_of(tmp_path, "ahead", ledger={"enabled": False})[0].fit()
+
+
+# ---- damage ----------------------------------------------------------------------------------------------------------
+
+LAST = "(SELECT max(step) FROM batches)"
+OF_LAST = f"(SELECT min(group_id) FROM batch_groups WHERE step = {LAST})"
+CALL = f"call_id = (SELECT min(call_id) FROM calls JOIN episodes USING (episode_id) WHERE group_id = {OF_LAST})"
+UNTRAIN = "UPDATE groups SET state = '{0}', trained = 0, stale = {1} WHERE group_id = " + OF_LAST
+UNCOUNT = f"UPDATE counts SET episodes = episodes - (SELECT trained FROM groups WHERE group_id = {OF_LAST}) "
+DAMAGES: dict[str, tuple[list[str], str]] = {
+    "a group is not listed": ([f"DELETE FROM batch_groups WHERE step = {LAST} AND place = 1"], "3 groups, and 2 are"),
+    "nor in an old batch": (["DELETE FROM batch_groups WHERE step = 0 AND place = 1"], "3 groups, and 2 are listed"),
+    "no group is listed": ([f"DELETE FROM batch_groups WHERE step = {LAST}"], "and 0 are listed"),
+    "a batch has another group": (
+        [f"UPDATE batch_groups SET group_id = 999 WHERE step = {LAST} AND place = 1"],
+        "group 999 was trained in the batch of step .*, and is not recorded",
+    ),
+    "two batches have a group": (
+        [f"UPDATE batch_groups SET group_id = (SELECT group_id FROM batch_groups WHERE step = 0 AND place = 0) "
+         f"WHERE step = {LAST} AND place = 1"],
+        "is new in the batches of step 1 and of step|contradicts",
+    ),
+    "a batch has another version": ([f"UPDATE batches SET version = 99 WHERE step = {LAST}"], "its checksum differs"),
+    "a batch has other pieces": ([f"UPDATE batches SET pieces = '[2' WHERE step = {LAST}"], "pieces of the batch"),
+    "a trained group is complete": (
+        [f"UPDATE groups SET state = 'whole' WHERE group_id = {OF_LAST}"], 'is "whole", and of its 2 episodes',
+    ),
+    "without its episodes": ([UNTRAIN.format("whole", 0)], "counted as trained, and its groups have"),
+    "nor counted": (
+        [UNCOUNT + "WHERE ending = 'trained'", UNTRAIN.format("whole", 0)], 'was trained in the batch .* is "whole"',
+    ),
+    "a trained group is stale": ([UNTRAIN.format("stale", "trained")], "counted as stale, and its groups have 2"),
+    "a trained group is unknown": ([f"DELETE FROM groups WHERE group_id = {OF_LAST}"], "counted as dispatched|behind"),
+    "a state is not one": (
+        [f"UPDATE groups SET state = 'trainee' WHERE group_id = {OF_LAST}"], '"trainee"|contradicts|behind',
+    ),
+    "an episode is missing": (
+        [f"DELETE FROM episodes WHERE group_id = {OF_LAST} AND rollout_idx = 0"], "it has 1 of the 2 episodes of group",
+    ),
+    "a bit of a call": (
+        [f"UPDATE calls SET body = CAST(substr(body, 1, 30) || x'7f' || substr(body, 32) AS BLOB) WHERE {CALL}"],
+        r"model call 0 of group \d+: its checksum differs",
+    ),
+    "how a call ended": ([f"UPDATE calls SET finish_reason = 'length' WHERE {CALL}"], "its checksum differs"),
+    "no body": ([f"UPDATE calls SET body = 'text' WHERE {CALL}"], "it is not a body"),
+    "the first prompt": ([f"DELETE FROM prompts WHERE group_id = {OF_LAST}"], "the first prompt is missing"),
+    "text that is none": (["UPDATE groups SET source = CAST(x'ff' AS TEXT) WHERE group_id = 0"], "UTF-8|contradicts"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_or_edited_ledger_is_refused_with_what_was_found_and_what_to_do(
+    made: tuple[str, Path], tmp_path: Path, damage: str
+) -> None:
+    """What was recorded last is trained again from the record: none of it may be taken as it is."""
+    schedule, folder, whole = copied(made, tmp_path)
+    statements, found = DAMAGES[damage]
+    with sqlite3.connect(folder / "r" / "ledger.sqlite") as connection:
+        connection.execute("PRAGMA ignore_check_constraints = ON")
+        for statement in statements:
+            assert connection.execute(statement).rowcount > 0
+    with pytest.raises(LedgerError, match=found) as refused:
+        trainer_of(folder, schedule)[0].fit()
+    assert "ledger.sqlite " in str(refused.value) and "\n" not in str(refused.value)
+    assert "back; or move ledger.sqlite and ledger.sqlite-wal away" in str(refused.value)
+    for path in ledger_files(folder):  # the remedy is one
+        path.unlink()
+    resume_and_check(schedule, folder, whole)
+
+
+def test_without_ledger_and_checkpoint_a_run_starts_again(made: tuple[str, Path], tmp_path: Path) -> None:
+    schedule, folder, _ = copied(made, tmp_path)
+    for path in ledger_files(folder):
+        path.unlink()
+    shutil.rmtree(folder / "r" / "checkpoints")
+    trainer, null = trainer_of(folder, schedule)
+    trainer.fit()
+    assert len(null.made[-1].steps) == SCHEDULES[schedule].get("steps", STEPS)
+
+
+def test_random_damage_is_refused_or_does_not_matter(made: tuple[str, Path], tmp_path: Path) -> None:
+    schedule, _, whole = copied(made, tmp_path / "copy")
+    rng, outcomes = random.Random(schedule), set()
+    for number in range(8):
+        folder = tmp_path / str(number)
+        shutil.copytree(tmp_path / "copy" / "r", folder / "r")
+        path = folder / "r" / "ledger.sqlite"
+        with sqlite3.connect(path) as connection:
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        connection.close()
+        content = bytearray(path.read_bytes())
+        words = [found.start() for found in re.finditer(b"trained|finished|dispatched|default", content)]
+        place = rng.choice(words) + rng.randrange(-8, 8) if number % 2 else rng.randrange(100, len(content))
+        content[place] ^= 1 << rng.randrange(8)
+        path.write_bytes(content)
+        try:
+            resume_and_check(schedule, folder, whole)
+            outcomes.add("trained")
+        except HeadraceError:  # mostly LedgerError; or a task that the run does not have
+            outcomes.add("refused")
+    assert outcomes == {"trained", "refused"} or schedule == "ahead"  # whose file is another one each time
 
 
 # ---- reports ---------------------------------------------------------------------------------------------------------

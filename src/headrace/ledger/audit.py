@@ -22,12 +22,12 @@ def find_damage(rows: Rows) -> str | None:
     ((size,),) = rows("SELECT page_count * page_size FROM pragma_page_count(), pragma_page_size()", ())
     check = "integrity_check" if size <= MOST_CHECKED_BYTES else "quick_check"
     ((found,), *_) = rows(f"PRAGMA {check}(1)", ())
-    return None if found == "ok" else found
+    return None if found == "ok" else str(found).splitlines()[-1]  # the first line may be the name of the database
 
 
 def find_contradiction(rows: Rows) -> str | None:
     """The first thing that the tables disagree about; None if they agree on everything."""
-    checks: tuple[Callable[[Rows], Iterable[str]], ...] = (_groups, _counts, _members, _batches, _episodes)
+    checks: tuple[Callable[[Rows], Iterable[str]], ...] = (_groups, _counts, _batches, _members, _episodes)
     return next((found for check in checks for found in check(rows)), None)
 
 
@@ -67,7 +67,7 @@ def _members(rows: Rows) -> Iterator[str]:
     """Groups and the batches that held them. Only the decisions on the very last batch may be missing, by a kill."""
     found = rows(
         "SELECT b.step, b.group_id, g.state FROM batch_groups b LEFT JOIN groups g USING (group_id) "
-        "WHERE NOT again AND g.state IS NOT 'trained' AND NOT (g.state IS 'whole' AND b.step = "
+        "WHERE NOT again AND g.state IS NOT 'trained' AND NOT (g.state IS 'whole' AND b.step IS "
         "(SELECT step FROM batches WHERE steps IS NULL ORDER BY step DESC LIMIT 1)) ORDER BY b.step LIMIT 1",
         (),
     )

@@ -33,6 +33,8 @@ _REMEDIES = {
     "SQLITE_NOTADB": "it is not a ledger; name the folder of a run",
 }
 
+_DAMAGE = (sqlite3.DatabaseError, UnicodeDecodeError)  # the second where SQLite quotes damaged text in its complaint
+
 
 def ledger_file(place: Path) -> Path:
     """The ledger's file: of a run folder, or the file itself."""
@@ -48,7 +50,7 @@ def explained(error: Exception, path: Path, doing: str) -> LedgerError:
     if isinstance(error, OSError):
         remedy = _REMEDIES["SQLITE_READONLY"]
     said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    if not remedy and isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.ProgrammingError):
+    if not remedy and isinstance(error, _DAMAGE) and not isinstance(error, sqlite3.ProgrammingError):
         return damaged(path, said)
     return LedgerError(f"cannot {doing} the ledger {path}: {said}" + (f"; {remedy}" if remedy else ""))
 
@@ -63,7 +65,7 @@ def explaining(path: Path, doing: str) -> Iterator[None]:
     """Turn what SQLite and the system raise into LedgerErrors."""
     try:
         yield
-    except (sqlite3.Error, OSError) as error:
+    except (sqlite3.Error, UnicodeDecodeError, OSError) as error:
         raise explained(error, path, doing) from error
 
 
@@ -156,16 +158,16 @@ def connect_reader(path: Path) -> sqlite3.Connection:
 
 def _connect_read_only(path: Path) -> sqlite3.Connection:
     uri = f"file:{quote(str(path.resolve()))}?mode=ro"
-    try:
-        return _checked(uri, path)
-    except sqlite3.Error as error:
-        # In a folder that cannot be written, SQLite cannot make the files it shares with a writer. Where no writer
-        # left any, the file itself is all there is.
-        wal = path.with_name(f"{path.name}-wal")
-        cannot_open = (error.sqlite_errorname or "").startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY"))
-        if not cannot_open or (wal.exists() and wal.stat().st_size):
-            raise explained(error, path, "read") from error
     with explaining(path, "read"):
+        try:
+            return _checked(uri, path)
+        except sqlite3.Error as error:
+            # In a folder that cannot be written, SQLite cannot make the files it shares with a writer. Where no writer
+            # left any, the file itself is all there is.
+            wal = path.with_name(f"{path.name}-wal")
+            cannot_open = (error.sqlite_errorname or "").startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY"))
+            if not cannot_open or (wal.exists() and wal.stat().st_size):
+                raise
         return _checked(f"{uri}&immutable=1", path)
 
 

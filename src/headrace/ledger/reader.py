@@ -204,7 +204,10 @@ class LedgerReader:
             (self._episode_id(group_id, rollout_idx, attempt),),
         )
         with self._decoding(f"tool and judger results of group {group_id}, rollout {rollout_idx}"):
-            return [ResultRecord(*row, unpack_value(unseal(payload, *row))) for *row, payload in rows]
+            return [
+                ResultRecord(number, kind, name, asked, unpack_value(unseal(payload, number, kind, name, asked)))
+                for number, kind, name, asked, payload in rows
+            ]
 
     def _episode_id(self, *rollout: int) -> int | None:
         query = "SELECT episode_id FROM episodes WHERE group_id = ? AND rollout_idx = ? AND attempt = ?"
@@ -228,11 +231,11 @@ class LedgerReader:
             return known[number]
 
         records = []
-        for *asked, params, finish_reason, temperature, body in rows:
-            with self._decoding(f"model call {asked[0]} of group {group_id}"):
-                plain = unseal(body, *asked, finish_reason, temperature)
-                output, messages = unpack_call(plain, base_of, asked[0], finish_reason, temperature)
-                record = CallRecord(output, *asked[1:], messages, from_json(params))
+        for call, role, seed, asked, params, finish_reason, temperature, body in rows:
+            with self._decoding(f"model call {call} of group {group_id}"):
+                plain = unseal(body, call, role, seed, asked, finish_reason, temperature)
+                output, messages = unpack_call(plain, base_of, call, finish_reason, temperature)
+                record = CallRecord(output, role, seed, asked, messages, from_json(params))
             known[record.call] = Base.of_call(record)
             records.append(record)
         return records
