@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
 import sqlite3
 import subprocess
 import sys
@@ -234,8 +235,10 @@ def test_a_second_writer_is_refused_and_a_reader_is_not(tmp_path: Path):
     code = "import sys; from pathlib import Path; from headrace.ledger import Ledger; Ledger.open(Path(sys.argv[1]))"
     with Ledger.open(tmp_path):
         done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True)
-        assert f"process {os.getpid()} writes the ledger" in done.stderr
-        with pytest.raises(LedgerError, match=r"this very one, writes the ledger .*; wait for it, end it, or choose"):
+        assert f"process {os.getpid()} on {socket.gethostname()} writes the ledger" in done.stderr
+        with pytest.raises(
+            LedgerError, match=r"this very process writes the ledger .*; wait for it, end it, or choose"
+        ):
             Ledger.open(tmp_path)
         LedgerReader.read(tmp_path).close()
     Ledger.open(tmp_path).close()

@@ -22,7 +22,7 @@ from headrace.rollout.chat_loop import ChatLoop
 from headrace.rollout.environment import EnvironmentLoop
 from headrace.rollout.model_client import Model
 from headrace.rollout.store import StoredValues
-from headrace.run.journal import RunJournal
+from headrace.run.ledger_journal import LedgerJournal
 
 TASK = Task("t", instruction="Guess.", metadata={"secret": 5})
 SPEC = RolloutSpec(TASK, 0, 0, 7)
@@ -199,8 +199,8 @@ async def test_retries_are_attempts_of_the_ledger(tmp_path: Path) -> None:
 
     with Ledger.open(tmp_path) as ledger:
         ledger.dispatched(0, (0, 0), "t", "default", 1, 0)
-        journal = RunJournal(ledger)
-        rolled = AgentLoop(run, FakeEngine(), char_chat(), None, journal=journal.episodes())
+        journal = LedgerJournal(ledger)
+        rolled = AgentLoop(run, FakeEngine(), char_chat(), None, journal=journal)
         episode = await rolled.roll_out(SPEC, SAMPLING)
         assert (episode.attempt, journal.restarted) == (1, 1)
 

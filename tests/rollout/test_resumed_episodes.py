@@ -20,7 +20,7 @@ from headrace.judge.base import Judger, Verdict
 from headrace.ledger import Ledger, LedgerReader
 from headrace.rollout.agent_loop import AgentLoop, Limits, RolloutSpec
 from headrace.rollout.model_client import Model
-from headrace.run.journal import RunJournal
+from headrace.run.ledger_journal import LedgerJournal
 from headrace.trainer.callbacks import Callback, Metrics
 from null_backend import null_run, some_tasks
 
@@ -59,8 +59,8 @@ async def live(folder: Path, run: Any, answers: int, judger: Judger | None = Non
     os.makedirs(folder, exist_ok=True)
     with Ledger.open(folder) as ledger:
         ledger.dispatched(0, (0, 0), TASK.id, TASK.source, 1, 0)
-        journal = RunJournal(ledger)
-        manager = AgentLoop(run, engine, char_chat(), judger, Limits(timeout_s=5.0), journal=journal.episodes())
+        journal = LedgerJournal(ledger)
+        manager = AgentLoop(run, engine, char_chat(), judger, Limits(timeout_s=5.0), journal=journal)
         try:
             return await manager.roll_out(SPEC, SAMPLING), len(engine.requests)
         except EngineError:
@@ -236,7 +236,7 @@ async def test_it_is_counted_in_the_journal_over_all_processes(tmp_path: Path) -
     await live(tmp_path, twice, 1)
     await live(tmp_path, twice, 1)
     with Ledger.open(tmp_path) as ledger:
-        assert RunJournal(ledger).restarted == ledger.restarted() == 1
+        assert LedgerJournal(ledger).restarted == ledger.restarted() == 1
 
 
 # ---- in a run -------------------------------------------------------------------------------------------------------

@@ -148,7 +148,7 @@ async def test_infrastructure_that_fails_is_tried_again_and_then_fails_the_episo
         return "3"
 
     episode = await played(call("flaky", a=1), call("flaky", a=1), "3", tools=[flaky])
-    assert (tries, episode.is_correct, episode.attempt) == (2, True, 0)  # NoJournal has no attempts
+    assert (tries, episode.is_correct, episode.attempt) == (2, True, 0)  # without a ledger there are no attempts
     tries = -10
     episode = await played(*[call("flaky", a=1)] * 3, tools=[flaky], limits=Limits(retries=1))
     assert episode.failed and "reset" in str(episode.error)

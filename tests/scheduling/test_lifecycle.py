@@ -16,6 +16,7 @@ from headrace.data.sampler import TaskSampler
 from headrace.data.task import Task
 from headrace.ledger import Ledger
 from headrace.run.journal import RunJournal
+from headrace.run.ledger_journal import LedgerJournal
 from headrace.scheduling.buffer import FinishedGroup, TrajectoryGroupBuffer
 from headrace.scheduling.coordinator import SyncCoordinator
 from headrace.scheduling.lifecycle import GroupLifecycle, LiveGroup
@@ -54,7 +55,7 @@ class Life:
         self.sampler = Recorded(batch)
         self.coordinator = SyncCoordinator(policy or Count(1), batch)
         self.buffer = TrajectoryGroupBuffer(config)
-        self.journal = RunJournal(ledger)
+        self.journal = LedgerJournal(ledger) if ledger else RunJournal()
         self.lifecycle = GroupLifecycle(
             config.rollout.group_size, config.algorithm, self.sampler, self.coordinator, self.buffer, self.journal
         )

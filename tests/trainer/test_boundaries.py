@@ -25,10 +25,11 @@ from headrace.data.task import Task
 from headrace.engines.base import SamplingParams
 from headrace.errors import DataError, DeadlineError, EscapeError, WorkflowError, first_of
 from headrace.judge.base import Judger, Verdict
-from headrace.ledger.episode_record import NoJournal, NoRecord
+from headrace.ledger.episode_record import AttemptRecord
 from headrace.rollout.agent_loop import AgentLoop, Limits, RolloutSpec
 from headrace.rollout.model_client import Model
 from headrace.rollout.workflow import as_run_function
+from headrace.run.journal import RunJournal
 from headrace.trainer.callbacks import Callback
 from headrace.utils import loopwatch, threads, usercode
 from headrace.utils.deadline import Call, call_user
@@ -454,7 +455,7 @@ def test_a_source_of_tasks_that_breaks_is_an_error_in_one_line(tmp_path: Path, n
 
 
 def test_what_an_abandoned_episode_still_asks_for_is_neither_answered_nor_recorded() -> None:
-    class Written(NoRecord):
+    class Written(AttemptRecord):
         def __init__(self) -> None:
             self.events: list[str] = []
 
@@ -469,7 +470,7 @@ def test_what_an_abandoned_episode_still_asks_for_is_neither_answered_nor_record
 
     record, engine, asked = Written(), FakeEngine(), []
 
-    class OneRecord(NoJournal):
+    class OneRecord(RunJournal):
         def open(self, group_id: int, rollout_idx: int, seed: int) -> Any:
             return record
 

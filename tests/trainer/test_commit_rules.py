@@ -20,7 +20,7 @@ from headrace.ledger import LedgerReader
 from headrace.ledger.recorder import Recorder
 from headrace.ledger.writer import Event, Writer
 from headrace.run.checkpoint_writer import CheckpointWriter
-from headrace.run.journal import RunJournal
+from headrace.run.ledger_journal import LedgerJournal
 from headrace.tracking.base import TrackerSet
 from headrace.trainer import trainer as trainer_module
 from null_backend import Null, NullBackend, null_config, null_trainer
@@ -156,7 +156,7 @@ def test_a_step_is_tracked_before_it_is_saved_and_old_checkpoints_go_last(
         monkeypatch.setattr(owner, name, lambda *args, **kw: order.append(what) or original(*args, **kw))
 
     noted(TrackerSet, "log", "tracked")
-    noted(RunJournal, "flushed", "synced")
+    noted(LedgerJournal, "flushed", "synced")
     noted(CheckpointWriter, "save", "saved")
     noted(CheckpointWriter, "_delete_all_but", "old deleted")
     noted(trainer_module, "mark_finished", "finished")

@@ -1,8 +1,8 @@
-"""What an episode was told, kept so that it can be told the same again.
+"""The answers that an episode got, recorded so that it gets the same again.
 
-After a crash an episode's workflow is run again from its beginning, and every recorded answer of model, tools and
-judger is handed back until the record ends; then it goes on live. A workflow that asks for something else than the
-record says is not deterministic: its record is of no use, and the episode is started anew.
+After a crash an episode's workflow runs again from its beginning. It gets every recorded answer of model, tools and
+judger until the record ends, and new ones from there on. A workflow that asks for something else than the record says
+is not deterministic: its record is of no use, and the episode is restarted.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from headrace.data.episode import Episode, ModelOutput
 from headrace.data.task import Message
@@ -27,83 +27,38 @@ class DivergedReplay(WorkflowError):
     """The workflow asked for something else than it did before the crash."""
 
 
-class EpisodeRecord(Protocol):
-    """The record of one attempt at an episode.
+class AttemptRecord:
+    """The record of one attempt at an episode. This one keeps nothing: evaluation, and runs without a ledger.
 
-    `diverged` is set once a request differed from it, and `unused` tells whether it holds answers that were not asked
-    for again: if there are any in the end, the workflow was not the same either. Digests identify requests; where
+    `diverged` is set once a request differed from the record. `unused` says whether it holds answers that were not
+    asked for again: if there are any in the end, the workflow was not the same either. Digests identify requests; where
     nothing is kept (`keeps` is False) none are made.
     """
-
-    keeps: bool
-    attempt: int
-    diverged: bool
-
-    @property
-    def unused(self) -> bool: ...
-
-    def recall_call(self, number: int, digest: str) -> ModelOutput | None:
-        """What the model answered to this call; None if it was not recorded."""
-        ...
-
-    def called(self, output: ModelOutput, role: str, seed: int, digest: str, messages: Sequence[Message]) -> None:
-        """The model has answered."""
-        ...
-
-    def recall_result(self, number: int, digest: str) -> tuple[Any] | None:
-        """What a tool or the judger answered, wrapped in a tuple; None if it was not recorded."""
-        ...
-
-    def resulted(self, number: int, kind: str, name: str, digest: str, payload: Any) -> None:
-        """A tool or the judger has answered."""
-        ...
-
-    def finished(self, episode: Episode) -> None:
-        """The episode is over and judged."""
-        ...
-
-
-class NoRecord:
-    """Remembers nothing: evaluation, and runs without a ledger."""
 
     keeps = False
     attempt = 0
     diverged = False
-    unused = False
+
+    @property
+    def unused(self) -> bool:
+        return False
 
     def recall_call(self, number: int, digest: str) -> ModelOutput | None:
+        """What the model answered to this call; None if it was not recorded."""
         return None
 
-    def called(self, output: ModelOutput, role: str, seed: int, digest: str, messages: Sequence[Message]) -> None: ...
+    def called(self, output: ModelOutput, role: str, seed: int, digest: str, messages: Sequence[Message]) -> None:
+        """The model has answered."""
 
     def recall_result(self, number: int, digest: str) -> tuple[Any] | None:
+        """What a tool or the judger answered, wrapped in a tuple; None if it was not recorded."""
         return None
 
-    def resulted(self, number: int, kind: str, name: str, digest: str, payload: Any) -> None: ...
+    def resulted(self, number: int, kind: str, name: str, digest: str, payload: Any) -> None:
+        """A tool or the judger has answered."""
 
-    def finished(self, episode: Episode) -> None: ...
-
-
-class Journal(Protocol):
-    """Hands out the records of episodes."""
-
-    def open(self, group_id: int, rollout_idx: int, seed: int) -> EpisodeRecord:
-        """The record of the newest attempt at an episode, which may hold something already."""
-        ...
-
-    def restart(self, record: EpisodeRecord) -> EpisodeRecord:
-        """An empty record for another attempt, in place of one that turned out to be of no use."""
-        ...
-
-
-class NoJournal:
-    """For runs that keep no record."""
-
-    def open(self, group_id: int, rollout_idx: int, seed: int) -> EpisodeRecord:
-        return NoRecord()
-
-    def restart(self, record: EpisodeRecord) -> EpisodeRecord:
-        return NoRecord()
+    def finished(self, episode: Episode) -> None:
+        """The episode is over and judged."""
 
 
 def call_digest(prompt_ids: Sequence[Any], params: SamplingParams, seed: int, role: str) -> str:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 import sqlite3
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +10,7 @@ from urllib.parse import quote
 
 from headrace.errors import LedgerError
 from headrace.ledger.schema import APPLICATION_ID, MIGRATIONS, migrate, version_of
+from headrace.utils.file_lock import FileLock, FileLockedError
 
 FILE_NAME = "ledger.sqlite"
 _WAL_BYTES = 64 << 20
@@ -69,48 +67,14 @@ def explaining(path: Path, doing: str) -> Iterator[None]:
         raise explained(error, path, doing) from error
 
 
-class Lock:
-    """One writer per file, also across processes. The system lets go of it when its holder is killed.
-
-    A lock of the process, not of the open file (`flock`): a child that was forked does not hold it.
-    """
-
-    _held: set[Path] = set()  # noqa: RUF012  # such locks do not keep out their own process
-    _guard = threading.Lock()
-
-    def __init__(self, path: Path) -> None:
-        self._path = path.resolve()
-        with self._guard:
-            if self._path in self._held:
-                raise _taken(path, f"process {os.getpid()}, this very one,")
-            self._file = self._locked(path)
-            self._held.add(self._path)
-
-    @staticmethod
-    def _locked(path: Path) -> int:
-        lock = os.open(path.with_name(f"{path.name}-lock"), os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            holder = os.read(lock, 100).decode(errors="replace")
-            os.close(lock)
-            if not isinstance(error, BlockingIOError | PermissionError):
-                raise
-            raise _taken(path, holder or "another process") from None
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, f"process {os.getpid()}".encode(), 0)
-        return lock
-
-    def release(self) -> None:
-        """Let another writer in."""
-        with self._guard:
-            if self._path in self._held:
-                self._held.remove(self._path)
-                os.close(self._file)
-
-
-def _taken(path: Path, holder: str) -> LedgerError:
-    return LedgerError(f"{holder} writes the ledger {path}; wait for it, end it, or choose another run with --run-dir")
+def lock_for_writing(path: Path) -> FileLock:
+    """One writer per file, also across processes."""
+    try:
+        return FileLock(path.with_name(f"{path.name}-lock"))
+    except FileLockedError as holder:
+        raise LedgerError(
+            f"{holder} writes the ledger {path}; wait for it, end it, or choose another run with --run-dir"
+        ) from None
 
 
 def connect_writer(path: Path) -> sqlite3.Connection:
@@ -148,7 +112,7 @@ def connect_reader(path: Path) -> sqlite3.Connection:
         if version_of(connection) == len(MIGRATIONS):
             return connection
         connection.close()
-        lock = Lock(path)  # the program that writes it now may be older too, and would be surprised
+        lock = lock_for_writing(path)  # the program that writes it now may be older too, and would be surprised
         try:
             connect_writer(path).close()
         finally:

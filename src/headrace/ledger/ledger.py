@@ -14,12 +14,13 @@ from headrace.config import LedgerSection
 from headrace.data.episode import Episode, ModelOutput, OwnedMessages
 from headrace.data.sample import TrainBatch
 from headrace.data.task import Message
-from headrace.ledger.files import Lock, connect_reader, connect_writer, explaining, ledger_file
+from headrace.ledger.files import connect_reader, connect_writer, explaining, ledger_file, lock_for_writing
 from headrace.ledger.reader import LedgerReader
 from headrace.ledger.recorder import Recorder, packed_result
 from headrace.ledger.records import CallRecord, GroupState
 from headrace.ledger.restoring import Excerpt
 from headrace.ledger.writer import Writer
+from headrace.utils.file_lock import FileLock
 
 _DEFAULT = LedgerSection()
 
@@ -31,7 +32,7 @@ class Ledger(LedgerReader):
     read includes everything recorded before. When writing fails, the next call raises a LedgerError.
     """
 
-    def __init__(self, path: Path, lock: Lock, writing: sqlite3.Connection, section: LedgerSection) -> None:
+    def __init__(self, path: Path, lock: FileLock, writing: sqlite3.Connection, section: LedgerSection) -> None:
         super().__init__(connect_reader(path), path)
         self._lock = lock
         self._section = section
@@ -42,7 +43,7 @@ class Ledger(LedgerReader):
         """Create or go on with the ledger of a run folder, and record this process."""
         path = ledger_file(place)
         with explaining(path, "open"):
-            lock = Lock(path)
+            lock = lock_for_writing(path)
         try:
             ledger = cls(path, lock, connect_writer(path), section)
         except BaseException:

@@ -28,7 +28,7 @@ from headrace.errors import (
 )
 from headrace.judge.base import JudgeError, Judger, Verdict, ends_the_run
 from headrace.judge.router import GuardedJudger, configured_judger
-from headrace.ledger.episode_record import EpisodeRecord, Journal, NoJournal
+from headrace.ledger.episode_record import AttemptRecord
 from headrace.rollout.budget import Budget
 from headrace.rollout.chat import ChatTemplate
 from headrace.rollout.gateway import configure as configure_gateway
@@ -36,6 +36,7 @@ from headrace.rollout.model_client import Model
 from headrace.rollout.outcome import RolloutSpec, failed_episode, to_episode
 from headrace.rollout.store import Values, ValuesInMemory
 from headrace.rollout.workflow import RunFunction, limit_met, run_function, until_no_room
+from headrace.run.journal import RunJournal
 from headrace.utils.deadline import Call, call_user
 from headrace.utils.usercode import reason_of, where_it_failed
 
@@ -73,7 +74,7 @@ class AgentLoop:
         limits: Limits | None = None,
         needs_reward: Callable[[str], bool] = lambda role: True,
         training: bool = True,
-        journal: Journal | None = None,
+        journal: RunJournal | None = None,
         values: Values | None = None,
         new_model: Callable[..., Model] = Model,
     ) -> None:
@@ -85,7 +86,7 @@ class AgentLoop:
         self._limits = limits = limits or Limits()
         self._needs_reward = needs_reward
         self._training = training
-        self._journal = journal or NoJournal()
+        self._journal = journal or RunJournal()
         self._values = values or ValuesInMemory()  # what episodes remember for each other
         self._slots = asyncio.Semaphore(limits.max_concurrent)
 
@@ -176,7 +177,7 @@ class AgentLoop:
         return self._judger
 
     async def _attempt(
-        self, spec: RolloutSpec, sampling: SamplingParams, record: EpisodeRecord
+        self, spec: RolloutSpec, sampling: SamplingParams, record: AttemptRecord
     ) -> tuple[Episode, bool]:
         """The episode, and whether it failed for a reason that may be gone at the next attempt."""
         values = self._values if self._training else ValuesInMemory(self._values)
@@ -268,7 +269,7 @@ def local_loop(
     *,
     training: bool,
     needs_reward: Callable[[str], bool] = lambda role: True,
-    journal: Journal | None = None,
+    journal: RunJournal | None = None,
     values: Values | None = None,
 ) -> AgentLoop:
     """A loop over an engine. For evaluation its requests are pinned. A judger that asks the policy gets it."""

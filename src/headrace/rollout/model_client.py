@@ -17,7 +17,7 @@ from headrace.data.seeds import derive_seed
 from headrace.data.task import Message
 from headrace.engines.base import Generates, Generation, SamplingParams
 from headrace.errors import EngineError, HeadraceError, PromptTooLongError, WorkflowError
-from headrace.ledger.episode_record import DivergedReplay, EpisodeRecord, NoRecord, call_digest, tool_digest
+from headrace.ledger.episode_record import AttemptRecord, DivergedReplay, call_digest, tool_digest
 from headrace.rollout.budget import Budget, Spending
 from headrace.rollout.chat import ChatTemplate
 from headrace.rollout.messages import ToolSchema
@@ -41,7 +41,7 @@ class Model:
         sampling: SamplingParams,
         seed: int,
         training: bool = True,
-        record: EpisodeRecord | None = None,
+        record: AttemptRecord | None = None,
         budget: Budget | None = None,
         values: Values | None = None,
     ) -> None:
@@ -50,7 +50,7 @@ class Model:
         self.sampling = sampling
         """The run's own settings, which a call may go over."""
         self._seed = seed
-        self._record = record or NoRecord()
+        self._record = record or AttemptRecord()
         self.store = Store(values or ValuesInMemory(), self.recorded)
         """What episodes remember for each other."""
         self.spending = Spending(budget or Budget())

@@ -21,10 +21,10 @@ from headrace.ledger.files import ledger_file
 from headrace.registry import nearest
 from headrace.run.checkpoint import is_checkpoint, list_checkpoints, step_of
 from headrace.run.checkpoint_writer import tidy
-from headrace.run.lock import RunFolderInUseError, RunLock, in_use, is_locked
 from headrace.tracking.jsonl import FILE_NAME, read_rows
 from headrace.tracking.notices import RunLog
 from headrace.utils.durable import write_durably
+from headrace.utils.file_lock import FileLock, FileLockedError, holder_of
 
 _FINISHED, _CONFIG, _NUMERICS, _OBJECTS = "finished", "config.json", "numerics.json", "objects.json"
 _WORDS = ("auto", "never")
@@ -161,7 +161,7 @@ def _source(config: RunConfig) -> Path | None:
     return path
 
 
-def _lock_one(config: RunConfig, base: Path, source: Path | None) -> tuple[Path, RunLock, list[Path]]:
+def _lock_one(config: RunConfig, base: Path, source: Path | None) -> tuple[Path, FileLock, list[Path]]:
     """The folder, its lock, and which folders were made for it, the innermost first."""
     folder, number = base, 1
     while True:
@@ -178,13 +178,20 @@ def _lock_one(config: RunConfig, base: Path, source: Path | None) -> tuple[Path,
         folder = base.with_name(f"{base.name}-{number}")
 
 
-def _lock(config: RunConfig, folder: Path) -> RunLock | None:
+def _lock(config: RunConfig, folder: Path) -> FileLock | None:
     try:
-        return RunLock(folder)
-    except RunFolderInUseError:
+        return FileLock(folder / "lock")
+    except FileLockedError as holder:
         if config.run.resume == "never":  # someone else was faster
             return None
-        raise
+        raise ConfigError(_in_use(folder, str(holder))) from None
+
+
+def _in_use(folder: Path, owner: str) -> str:
+    return (
+        f"the run folder {folder} is in use by {owner}; wait for it to end, stop it, or choose another folder "
+        f"with --run-dir"
+    )
 
 
 def _is_free(config: RunConfig, folder: Path, source: Path | None) -> bool:
@@ -297,11 +304,11 @@ def describe_start(config: RunConfig, numerics: dict[str, str] | None = None) ->
     """What a start would do, without doing it: which folder, and whether it resumes a run. ConfigError if it cannot."""
     source = _source(config)
     folder, number = config.run.dir / config.run.name, 1
-    while not _is_free(config, folder, source) or (config.run.resume == "never" and is_locked(folder)):
+    while not _is_free(config, folder, source) or (config.run.resume == "never" and holder_of(folder / "lock")):
         number += 1
         folder = folder.with_name(f"{config.run.name}-{number}")
-    if owner := is_locked(folder):
-        raise ConfigError(in_use(folder, owner))
+    if owner := holder_of(folder / "lock"):
+        raise ConfigError(_in_use(folder, owner))
     found = _inspect(config, folder, source, numerics, {})
     checkpoints = list_checkpoints(folder)
     if found.resumes and checkpoints:

@@ -21,7 +21,6 @@ from headrace.engines.base import RolloutEngine
 from headrace.errors import first_of
 from headrace.judge.base import Judger
 from headrace.judge.router import configured_judger
-from headrace.ledger.episode_record import Journal
 from headrace.registry import facts, resolve
 from headrace.rollout.agent_loop import AgentLoop, close_all, local_loop, sampling_of, start_workflows
 from headrace.rollout.chat import ChatTemplate
@@ -176,7 +175,7 @@ def training_loop(
     chat: ChatTemplate,
     *,
     training: bool = True,
-    journal: Journal | None = None,
+    journal: RunJournal | None = None,
     values: Values | None = None,
 ) -> AgentLoop:
     """The loop whose episodes are trained. Supervised training reads demonstrations, which nobody judges."""

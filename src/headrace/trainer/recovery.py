@@ -13,7 +13,8 @@ from headrace.data.sampler import Position, TaskSampler
 from headrace.ledger import Account
 from headrace.ledger.records import BatchRecord
 from headrace.run.checkpoint import TrainerState
-from headrace.run.journal import RunJournal, in_pieces
+from headrace.run.journal import RunJournal
+from headrace.run.ledger_journal import in_pieces
 from headrace.run.random_state import restore_random_states
 from headrace.scheduling.buffer import FinishedGroup, TrajectoryGroupBuffer
 from headrace.scheduling.lifecycle import GroupLifecycle, LiveGroup

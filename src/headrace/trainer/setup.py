@@ -27,7 +27,6 @@ from headrace.evaluation.evaluator import Evaluator
 from headrace.evaluation.plan import Tasks, check_tasks, evaluation_sets
 from headrace.evaluation.setup import evaluation_parts
 from headrace.judge.router import configured_judger
-from headrace.ledger.episode_record import Journal
 from headrace.registry import resolve
 from headrace.rollout.agent_loop import AgentLoop, close_all, start_workflows
 from headrace.rollout.gateway import close_gateway
@@ -37,7 +36,8 @@ from headrace.run.agreement import missing_steps
 from headrace.run.checkpoint import TrainerState, load_newest
 from headrace.run.checkpoint_writer import CheckpointWriter, adopt
 from headrace.run.directory import Claim
-from headrace.run.journal import RunJournal, open_journal
+from headrace.run.journal import RunJournal
+from headrace.run.ledger_journal import open_journal
 from headrace.run.random_state import random_states
 from headrace.scheduling.buffer import TrajectoryGroupBuffer
 from headrace.scheduling.coordinator import SyncCoordinator
@@ -101,7 +101,7 @@ class RunParts:
     engine: RolloutEngine
     sync: WeightSync
     sampler: TaskSampler
-    new_loop: Callable[[Journal], AgentLoop]
+    new_loop: Callable[[RunJournal], AgentLoop]
     evaluator: Evaluator
     objective: Objective
     policy: StalenessPolicy
@@ -151,7 +151,7 @@ def assemble(
     report(f"loading the model {config.model.name}")
     parts = evaluation_parts(config, run, judge, sets, choice, values)
 
-    def new_loop(journal: Journal) -> AgentLoop:
+    def new_loop(journal: RunJournal) -> AgentLoop:
         return training_loop(config, run, judge, parts.engine, parts.chat, journal=journal, values=values)
 
     objective: Objective = new_objective(config, parts.backend, parts.chat, demonstrations, policy)
@@ -254,7 +254,7 @@ async def open_run(
         held.push_async_callback(end_user_tasks)
         journal = held.enter_context(closing(open_journal(folder, config)))
         held.callback(trackers.close)  # before the ledger is closed: the last metrics come first
-        loop = parts.new_loop(journal.episodes())
+        loop = parts.new_loop(journal)
         loops = [loop, *parts.evaluator.loops]
         held.push_async_callback(close_all, loops)
         await start_workflows(loops, config.trainer.hook_timeout_s)
@@ -301,7 +301,7 @@ async def _announced_state(
 def _missing_metrics(config: RunConfig, folder: Path, journal: RunJournal, state: TrainerState) -> list[str]:
     one_each = config.trainer.updates_per_batch == 1
     expected = range(1, state.step + 1) if one_each else journal.made_steps(state.step)
-    return missing_steps(folder, journal.begun_at, state.step, expected or ())
+    return missing_steps(folder, journal.begins_at, state.step, expected or ())
 
 
 @dataclass(frozen=True, slots=True)
