@@ -60,6 +60,8 @@ def _bounds(steps: str, kind: str) -> tuple[int, int | None]:
     first, colon, end = steps.partition(":")
     if not colon or not all(part == "" or part.isdecimal() for part in (first, end)):
         raise ConfigError(f'--steps is A:B, A: or :B, with numbers of steps, got "{steps}"')
+    if first and end and int(first) > int(end):
+        raise ConfigError(f"--steps {steps} ends before it begins; give the smaller step first: {end}:{first}")
     made = int(kind == "train")  # a step is trained after those before it
     return max(int(first or 0) - made, 0), int(end) + 1 - made if end else None
 

@@ -57,15 +57,14 @@ def changes(stored: dict[str, Any], config: RunConfig) -> list[Change]:
     return [change for change in found if change.stored != change.new]
 
 
-def check_resume(stored: dict[str, Any], config: RunConfig, folder: Path) -> list[str]:
+def check_resume(stored: dict[str, Any], config: RunConfig, folder: Path, has_checkpoint: bool) -> list[str]:
     """Raise ConfigError for what must stay as the run in `folder` has it; notes on all other changes."""
     found = changes(stored, config)
     refused = [change for change in found if not _may_change(change, config.run.deterministic)]
     if refused:
         raise ConfigError(
             f"the run in {folder} was begun with other settings: {'; '.join(map(str, refused))}. Take the change back, "
-            f'start a new run with run.resume = "never", or start one from its newest checkpoint with '
-            f'run.resume = "{folder}" and another run.name'
+            f"or {_new_run(folder, has_checkpoint)}"
         )
     shown = [change for change in found if not _within(change.key, ("run",))]
     notes = [f"changed settings: {'; '.join(map(str, shown))}"] if shown else []
@@ -74,15 +73,21 @@ def check_resume(stored: dict[str, Any], config: RunConfig, folder: Path) -> lis
     return notes
 
 
-def check_numerics(stored: dict[str, str], now: dict[str, str], folder: Path) -> None:
+def check_numerics(stored: dict[str, str], now: dict[str, str], folder: Path, has_checkpoint: bool) -> None:
     """Raise ConfigError if the bits of a deterministic run would not be those of its beginning."""
     if different := numeric_changes(stored, now):
         raise ConfigError(
             f"the run in {folder} is deterministic, and was begun where results are rounded otherwise: "
             f"{'; '.join(map(str, different))}. Resume it where it was begun (HEADRACE_NATIVE=0 switches native "
-            f"kernels off, a C compiler on the PATH brings them back), or start a run from its newest checkpoint with "
-            f'run.resume = "{folder}" and another run.name'
+            f"kernels off, a C compiler on the PATH brings them back), or {_new_run(folder, has_checkpoint)}"
         )
+
+
+def _new_run(folder: Path, has_checkpoint: bool) -> str:
+    """What to do instead of resuming."""
+    anew = 'start a new run with run.resume = "never"'
+    branch = f', or one from its newest checkpoint with run.resume = "{folder}" and another run.name'
+    return anew + branch if has_checkpoint else anew
 
 
 def numeric_changes(stored: dict[str, str], now: dict[str, str]) -> list[Change]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
@@ -47,6 +48,11 @@ class TaskSampler:
         self._drop_last = drop_last
         self._order = lru_cache(maxsize=2)(order or self._new_order)
         self.position: Position = (0, 0)
+
+    def digest(self) -> str:
+        """Of the ids of its tasks, in their order: where it differs, a position means another task."""
+        ids = "\0".join(str(task.id) for task in self._tasks)
+        return hashlib.blake2b(ids.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
     def __len__(self) -> int:
         """Batches in one epoch."""

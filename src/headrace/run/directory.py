@@ -27,11 +27,13 @@ from headrace.utils.durable import write_durably
 from headrace.utils.file_lock import FileLock, FileLockedError, holder_of
 
 _FINISHED, _CONFIG, _NUMERICS, _OBJECTS = "finished", "config.json", "numerics.json", "objects.json"
+_TASKS = "tasks.json"
 _WORDS = ("auto", "never")
 _OURS = (
     _CONFIG,
     _NUMERICS,
     _OBJECTS,
+    _TASKS,
     "lock",
     "log.txt",
     "ledger.sqlite",
@@ -290,8 +292,10 @@ def _inspect(
         raise ConfigError(f"{folder} holds no run to resume (it has no {_CONFIG}); give the folder of a run")
     if resumes:
         unknown = f"{folder} has no {_CONFIG}: whether it was begun with other settings is not known"
-        notes += [unknown] if stored is None else check_resume(stored, config, folder)
-        check_numerics(stored_numerics(folder), numerics or {}, folder)
+        saved, known = bool(list_checkpoints(folder)), stored_numerics(folder)
+        notes += [unknown] if stored is None else check_resume(stored, config, folder, saved)
+        check_numerics(known, numerics or {}, folder, saved)
+        notes += [_unknown_numerics(folder)] if numerics and not known else []
         _check_objects(_stored_texts(folder, _OBJECTS), objects, folder)
     elif source is not None and not own:
         notes += _check_source(config, source)
@@ -330,6 +334,33 @@ def resumed_config(config: RunConfig) -> RunConfig | None:
         return RunConfig.model_validate(stored_config(folder))
     except ValidationError:
         return None
+
+
+def _unknown_numerics(folder: Path) -> str:
+    return (
+        f"warning: the run in {folder} is deterministic, and has no {_NUMERICS}: whether results are rounded here as "
+        f"where it was begun is not known. Put the file back from a copy; or see with `headrace replay {folder}` "
+        f"whether recorded steps give the same weights here"
+    )
+
+
+def require_same_tasks(claim: Claim, digest: str) -> None:
+    """Raise ConfigError if the tasks are not those that the run was started with; `digest` is of those that it has."""
+    path = claim.folder / _TASKS
+    known = _stored_texts(claim.folder, _TASKS).get("digest") if claim.resumes else None
+    if known not in (None, digest):
+        raise ConfigError(
+            f"the tasks of the run in {claim.folder} are not those that it was started with (or in another order): "
+            f"{path} has the digest {known}, and now it is {digest}. Put the tasks back, or start a new run: with "
+            f'run.resume = "never"'
+            + (
+                f', or from its newest checkpoint with run.resume = "{claim.folder}" and another run.name'
+                if list_checkpoints(claim.folder)
+                else ""
+            )
+        )
+    if known is None:
+        write_durably(path, json.dumps({"digest": digest}) + "\n")
 
 
 def _check_objects(stored: dict[str, str], now: dict[str, str], folder: Path) -> None:

@@ -59,6 +59,12 @@ class Replay:
         ]
         """Why the weights of a deterministic run cannot be expected to be the same here; empty if they can."""
         batches = self._ledger.batches_from(0)
+        last = max((record.step + (record.steps or 1) for record in batches), default=0)
+        if until is not None and not 1 <= until <= max(last, 1):
+            raise ConfigError(
+                f"--until {until} is not a recorded step of {run_dir}, which has steps 1 to {last}; give one of "
+                f"them, or leave --until out"
+            )
         self._batches = [record for record in batches if until is None or record.step < until]
         gap = first_gap([(record.step, record.steps) for record in self._batches], 0)
         if gap:

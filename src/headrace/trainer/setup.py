@@ -35,7 +35,7 @@ from headrace.rollout.workflow import run_function, single_turn
 from headrace.run.agreement import missing_steps
 from headrace.run.checkpoint import TrainerState, load_newest
 from headrace.run.checkpoint_writer import CheckpointWriter, adopt
-from headrace.run.directory import Claim
+from headrace.run.directory import Claim, require_same_tasks
 from headrace.run.journal import RunJournal
 from headrace.run.ledger_journal import open_journal
 from headrace.run.random_state import random_states
@@ -252,6 +252,7 @@ async def open_run(
         held.push_async_callback(close_gateway)
         held.push_async_callback(lambda: parts.engine.close())
         held.push_async_callback(end_user_tasks)
+        require_same_tasks(claim, parts.sampler.digest())
         journal = held.enter_context(closing(open_journal(folder, config)))
         held.callback(trackers.close)  # before the ledger is closed: the last metrics come first
         loop = parts.new_loop(journal)
