@@ -193,8 +193,8 @@ class LedgerJournal(RunJournal):
         trained: Sequence[TrainBatch] = (),
     ) -> None:
         fresh = [group for piece in pieces for group in piece]
-        ids = [[group.group_id for group in groups] for groups in (fresh, again)]
-        self._ledger.batch(step, version, *ids, [len(piece) for piece in pieces], trained)
+        ids, old = ([group.group_id for group in groups] for groups in (fresh, again))
+        self._ledger.batch(step, version, ids, old, [len(piece) for piece in pieces], trained)
         for finished in fresh:
             self._ledger.decided(finished.group_id, GroupState.TRAINED, step=step, trained=finished.kept)
         await self._ledger.written()  # synced with the checkpoint: a loss of power costs the steps after it
