@@ -169,6 +169,10 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "newer": (lambda folder: [str(_newer(folder))], "has version 99"),
     "ending": (lambda folder: [str(_made(folder)), "--export", "a.csv"], ".jsonl or .parquet"),
     "steps": (lambda folder: [str(_made(folder)), "--export", "a.jsonl", "--steps", "4"], "--steps is A:B, A: or :B"),
+    "steps backwards": (
+        lambda folder: [str(_made(folder)), "--export", "a.jsonl", "--steps", "5:2"],
+        "--steps 5:2 ends before it begins; give the smaller step first: 2:5",
+    ),
     "nothing to choose": (lambda folder: [str(_made(folder)), "--kind", "eval"], "add --export FILE.jsonl"),
     "no such place": (
         lambda folder: [str(_made(folder)), "--export", str(folder / "no" / "a.jsonl")],

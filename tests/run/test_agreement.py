@@ -17,7 +17,7 @@ import pytest
 
 from crash_checks import check_account, rows
 from headrace.cli.main import run as run_command
-from headrace.errors import HeadraceError, LedgerError
+from headrace.errors import ConfigError, HeadraceError, LedgerError
 from headrace.ledger import LedgerReader
 from headrace.run.agreement import first_gap, in_words
 from headrace.run.checkpoint import list_checkpoints
@@ -375,6 +375,12 @@ def test_a_replay_refuses_a_gap_and_reports_what_is_missing_at_the_end(
     if schedule != "two_updates":
         assert run_command(["replay", str(folder / "r")]) == 2
         assert "has no batch of step 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("until", [0, -1, 99])
+def test_a_replay_of_steps_that_are_not_recorded_is_refused(made: tuple[str, Path], until: int) -> None:
+    with pytest.raises(ConfigError, match=rf"--until {until} is not a recorded step of .* has steps 1 to \d+; give"):
+        Replay(made[1] / "r", until)
 
 
 def test_numbers_in_words_and_gaps() -> None:

@@ -8,8 +8,8 @@ import json
 import logging
 import os
 import socket
+from contextlib import suppress
 from pathlib import Path
-from typing import IO
 
 _log = logging.getLogger(__name__)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -25,27 +25,33 @@ class FileLock:
     and whoever takes it must mean the same one."""
 
     def __init__(self, path: Path) -> None:
-        self._file: IO[str] = path.open("a+")
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            with self._file:
-                self._file.seek(0)
-                raise FileLockedError(_described(self._file.read())) from None
         except OSError as error:
+            holder = _described(os.read(self._file, 1000))
+            if isinstance(error, BlockingIOError) or error.errno not in _NO_LOCKS:
+                os.close(self._file)
+            if isinstance(error, BlockingIOError):
+                raise FileLockedError(holder) from None
             if error.errno not in _NO_LOCKS:
-                self._file.close()
                 raise
             _log.warning("%s is on a file system without locks; do not start a second run in it", path.parent)
-        self._file.truncate(0)
-        self._file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}) + "\n")
-        self._file.flush()
+        os.ftruncate(self._file, 0)
+        os.pwrite(self._file, (json.dumps({"pid": os.getpid(), "host": socket.gethostname()}) + "\n").encode(), 0)
         _held.add(self)
 
     def release(self) -> None:
-        """Let others have it."""
+        """Let others have it; a second release does nothing."""
+        if self in _held:
+            with suppress(OSError):  # where there are no locks
+                fcntl.flock(self._file, fcntl.LOCK_UN)  # closing is not enough while a forked child has the file, too
+            self.forget()
+
+    def forget(self) -> None:
+        """Close the file and leave the lock as it is: another process has it."""
         _held.discard(self)
-        self._file.close()
+        os.close(self._file)
 
 
 def holder_of(path: Path) -> str | None:
@@ -61,7 +67,7 @@ def holder_of(path: Path) -> str | None:
     return None
 
 
-def _described(content: str) -> str:
+def _described(content: str | bytes) -> str:
     try:
         owner = json.loads(content)
         here = owner["pid"] == os.getpid() and owner["host"] == socket.gethostname()
@@ -73,7 +79,7 @@ def _described(content: str) -> str:
 def _forget() -> None:
     """In a process forked from this one, which must not hold the lock after this one has died."""
     for lock in list(_held):
-        lock.release()
+        lock.forget()
 
 
 os.register_at_fork(after_in_child=_forget)
