@@ -313,7 +313,7 @@ class FullNull(Null):
 def test_a_disk_that_fills_up_beside_training_ends_the_run_loudly(tmp_path: Path) -> None:
     FullBackend.saves = 0
     steps: dict[str, Any] = {"trainer": {"steps": 50, "save_every": 2, "batch_size": 3}}
-    with pytest.raises(CheckpointError, match=r"step_000004: No space left on device; step_000002 is whole"):
+    with pytest.raises(CheckpointError, match=r"step_000004: No space left on device; step_000002 is intact"):
         null_trainer(tmp_path, null=FullNull(), **steps).fit()
     run_dir = tmp_path / null_config(tmp_path).run.name
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step_000002"]

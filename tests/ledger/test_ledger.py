@@ -258,7 +258,7 @@ def test_batches_come_back_in_order_with_what_is_not_committed(ledger: Ledger):
     assert (second.group_ids, second.again, second.steps) == ((3, 2), (1,), None)
     assert ledger.batches_from(1) == [second]
     assert ledger.last_position() == (0, 3) and ledger.last_group_id() == 3
-    assert ledger.last_publication() == ledger.publication(1)
+    assert ledger.last_weight_sync() == ledger.weight_sync(1)
 
 
 def test_a_recorded_batch_cannot_become_another(ledger: Ledger):

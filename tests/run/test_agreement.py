@@ -151,13 +151,13 @@ def test_an_older_ledger_is_restored_as_far_as_the_checkpoint_reaches_and_else_r
         return
     said = resume_and_check(schedule, folder, whole)
     if batch < NEWEST:
-        assert "the ledger was behind the checkpoint" in said and "what was said in them is lost" in said
+        assert "the ledger was behind the checkpoint" in said and "their messages are lost" in said
     assert batches(folder).keys() == batches(whole).keys()
     with LedgerReader.read(folder / "r") as ledger:
         assert [record.steps for record in ledger.batches_from(0)]
         lost = [step for step in batches(whole) if step not in known and step < NEWEST]
         for step in lost if schedule == "synchronous" else ():  # ahead, the older one may have had them
-            with pytest.raises(LedgerError, match=r"is no longer in|has \d of the \d episodes"):
+            with pytest.raises(LedgerError, match=r"are no longer in|has \d of the \d episodes"):
                 ledger.complete_group(min(batches(whole)[step]))
 
 
@@ -216,7 +216,7 @@ def test_a_gap_in_the_record_after_the_checkpoint_is_refused(made: tuple[str, Pa
         shutil.rmtree(checkpoint)
     with sqlite3.connect(folder / "r" / "ledger.sqlite") as connection:
         connection.execute("DELETE FROM batches WHERE step = 2")
-    with pytest.raises(LedgerError, match=r"but not that of step 3, and the newest whole checkpoint is of step 0"):
+    with pytest.raises(LedgerError, match=r"but not that of step 3, and the newest intact checkpoint is of step 0"):
         trainer_of(folder, schedule)[0].fit()
 
 

@@ -124,7 +124,7 @@ async def test_a_flipped_bit_in_any_file_is_noticed_and_the_one_before_used(
         await load_checkpoint(damaged, FileBackend())  # type: ignore[arg-type]
     told: list[str] = []
     assert await newest(tmp_path, told) == (5, 5)
-    assert f"step_000010 is damaged: {file} " in told[0] and "passed over for the one before" in told[0]
+    assert f"step_000010 is damaged: {file} " in told[0] and "skipped for the one before" in told[0]
     assert "resuming from" in told[1] and "step_000005" in told[1]
     assert "damaged_step_000010" in told[2]
     assert [folder.name for folder in list_checkpoints(tmp_path)] == ["step_000005"]
@@ -156,7 +156,7 @@ async def test_if_none_is_complete_that_is_an_error_with_the_remedy_and_nothing_
     for step in (5, 10):
         folder = await save_one(tmp_path, step)
         flip(folder / "weights", 0)
-    with pytest.raises(CheckpointError, match=r"no checkpoint of .* is whole \(step_000010: weights .*; step_000005: "
+    with pytest.raises(CheckpointError, match=r"no checkpoint of .* is intact \(step_000010: weights .*; step_000005: "
                        r"weights .*\); put one back from a copy, or start a new run"):  # fmt: skip
         await newest(tmp_path, [])
     assert len(list_checkpoints(tmp_path)) == 2

@@ -200,7 +200,7 @@ async def test_a_disk_that_fails_leaves_the_one_before_and_nothing_else(
     tmp_path: Path, number: int, kind: Callable[..., FileBackend]
 ) -> None:
     await save_one(tmp_path, 5)
-    says = rf"cannot write the checkpoint .*step_000010: {os.strerror(number)}; step_000005 is whole"
+    says = rf"cannot write the checkpoint .*step_000010: {os.strerror(number)}; step_000005 is intact"
     with pytest.raises(CheckpointError, match=says):
         await save_one(tmp_path, 10, kind(10, OSError(number, os.strerror(number))))
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000005"]
@@ -211,7 +211,7 @@ async def test_a_disk_that_fails_leaves_the_one_before_and_nothing_else(
 @pytest.mark.parametrize("kind", [FileBackend, SnapshotBackend])
 async def test_a_file_that_cannot_grow_is_a_clear_error(tmp_path: Path, kind: Callable[..., FileBackend]) -> None:
     await save_one(tmp_path, 5)
-    with files_up_to(MB), pytest.raises(CheckpointError, match=r"File too large; step_000005 is whole"):
+    with files_up_to(MB), pytest.raises(CheckpointError, match=r"File too large; step_000005 is intact"):
         await save_one(tmp_path, 10, kind(10, bytes_=2 * MB))
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000005"]
 
@@ -260,7 +260,7 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
         ["unshare", "-rm", "sh", "-c", command], input=TMPFS, cwd=here, capture_output=True, text=True, check=True
     )
     first, second, left = done.stdout.splitlines()
-    assert "No space left on device; step_000005 is whole" in first and first == second
+    assert "No space left on device; step_000005 is intact" in first and first == second
     assert left == "['step_000005']"
 
 

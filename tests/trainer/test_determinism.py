@@ -51,7 +51,7 @@ def config_in(folder: Path, **sections: dict[str, Any]) -> RunConfig:
 def fingerprints(run_dir: Path) -> list[str]:
     """Of the weights of every version."""
     with Ledger.read(run_dir) as ledger:
-        found = [ledger.publication(version) for version in range(100)]
+        found = [ledger.weight_sync(version) for version in range(100)]
     return [publication.fingerprint for publication in found if publication]
 
 

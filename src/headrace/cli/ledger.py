@@ -132,7 +132,7 @@ def _facts(reader: LedgerReader) -> Iterator[str]:
     if last is not None and last.steps is None:
         groups = f"the batch of step {last.step + 1}, {len(last.group_ids)} groups"
         yield f"recorded, but its update is not finished (a resumed run makes it again): {groups}"
-    published = reader.last_publication()
+    published = reader.last_weight_sync()
     if published is not None:
         yield f"last weight sync: version {published.version} after step {published.step}, {published.fingerprint}"
     evaluations = reader.evaluations()

@@ -12,10 +12,10 @@ from headrace.ledger.records import (
     GroupRecord,
     GroupState,
     ProcessRecord,
-    PublicationRecord,
     ResultRecord,
     TrainedRow,
     UnfinishedGroup,
+    WeightSyncRecord,
 )
 
 __all__ = [
@@ -29,9 +29,9 @@ __all__ = [
     "Ledger",
     "LedgerReader",
     "ProcessRecord",
-    "PublicationRecord",
     "ResultRecord",
     "TrainedRow",
     "UnfinishedGroup",
+    "WeightSyncRecord",
     "digest",
 ]

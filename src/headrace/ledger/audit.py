@@ -64,7 +64,7 @@ def _counts(rows: Rows) -> Iterator[str]:
 
 
 def _members(rows: Rows) -> Iterator[str]:
-    """Groups and the batches that held them. Only the decisions on the very last batch may be missing, by a kill."""
+    """Groups and the batches that held them. A kill can cost the decisions on the last batch only."""
     found = rows(
         "SELECT b.step, b.group_id, g.state FROM batch_groups b LEFT JOIN groups g USING (group_id) "
         "WHERE NOT again AND g.state IS NOT 'trained' AND NOT (g.state IS 'whole' AND b.step IS "

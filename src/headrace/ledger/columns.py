@@ -8,7 +8,7 @@ from typing import Any, Final
 from headrace.data.episode import Episode
 from headrace.ledger.pack import from_json, to_json
 
-FIGURES: Final = (
+SUMMARY: Final = (
     "seed", "termination", "reward", "is_correct", "error", "metrics", "oldest_version", "newest_version",
     "generated_tokens",
 )  # fmt: skip
@@ -26,8 +26,8 @@ def stored_text(value: Any) -> Any:
     return value
 
 
-def figures(episode: Episode) -> tuple[Any, ...]:
-    """The values of FIGURES."""
+def summary(episode: Episode) -> tuple[Any, ...]:
+    """The values of SUMMARY."""
     versions = [step.versions for t in episode.trajectories for step in t.steps if step.versions]
     return (
         _stored_seed(episode.seed),
@@ -63,13 +63,13 @@ def _metrics_text(metrics: Mapping[Any, Any]) -> str:
     return to_json(dict(metrics), plain and "$exact" not in metrics)
 
 
-def episode_fields(figure: dict[str, Any]) -> dict[str, Any]:
+def episode_fields(summary: dict[str, Any]) -> dict[str, Any]:
     """Fields of the Episode from the columns of its row, by name; those of its body come over them."""
-    correct, metrics = figure["is_correct"], figure["metrics"]
+    correct, metrics = summary["is_correct"], summary["metrics"]
     return {
-        "seed": figure["seed"],
-        "termination": figure["termination"],
-        "error": figure["error"],
+        "seed": summary["seed"],
+        "termination": summary["termination"],
+        "error": summary["error"],
         "is_correct": None if correct is None else bool(correct),
         "metrics": from_json(metrics) if metrics else {},
     }

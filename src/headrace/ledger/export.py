@@ -42,7 +42,7 @@ def _writer(out: Path) -> Write:
     if out.suffix == ".jsonl":
         return write_jsonl
     if out.suffix == ".parquet":
-        return load_object("headrace.ledger.parquet:write_parquet")  # tells what to install
+        return load_object("headrace.ledger.parquet:write_parquet")  # says what to install
     raise ConfigError(f'episodes are exported as .jsonl or .parquet, got "{out.name}"; choose one of these endings')
 
 
@@ -93,13 +93,13 @@ def _trained_of(step: int, role: str, rows: list[TrainedRow]) -> dict[str, Any]:
     """One number where all trained tokens of the trajectory have the same advantage, else a list per row."""
     advantages = [list(row.advantages) for row in rows if row.advantages is not None]
     # by their text: 0.0 is not -0.0, and a NaN is itself
-    alike = len({repr(value) for values in advantages for value in values}) == 1
+    uniform = len({repr(value) for values in advantages for value in values}) == 1
     return {
         "step": step + 1,
         "role": role,
         "tokens": [row.tokens for row in rows],
-        "advantage": plain(advantages[0][0]) if alike else None,
-        "advantages": plain(advantages) if advantages and not alike else None,
+        "advantage": plain(advantages[0][0]) if uniform else None,
+        "advantages": plain(advantages) if advantages and not uniform else None,
         "preferred": [row.preferred for row in rows] if rows[0].preferred is not None else None,
     }
 

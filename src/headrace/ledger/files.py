@@ -18,15 +18,15 @@ _BUSY_S = 30.0
 
 WITHOUT_IT = (
     "or move ledger.sqlite and ledger.sqlite-wal away: the run then resumes from its newest checkpoint (from its "
-    "beginning, if it has none), trains nothing twice, and records anew from there"
+    "beginning, if it has none), trains nothing twice, and starts a new record there"
 )
 
 _REMEDIES = {
-    "SQLITE_FULL": "free some space and run the same command again; what is recorded is whole",
+    "SQLITE_FULL": "free some space and run the same command again; what is recorded is intact",
     "SQLITE_READONLY": "make the folder writable, or choose another with --run-dir",
     "SQLITE_CANTOPEN": "make the folder writable, or choose another with --run-dir",
     "SQLITE_PERM": "make the folder writable, or choose another with --run-dir",
-    "SQLITE_IOERR": "look after the disk, then run the same command again; what is recorded is whole",
+    "SQLITE_IOERR": "check the disk, then run the same command again; what is recorded is intact",
     "SQLITE_BUSY": "another program holds the file; end it first",
     "SQLITE_NOTADB": "it is not a ledger; name the folder of a run",
 }
@@ -96,7 +96,7 @@ def connect_writer(path: Path) -> sqlite3.Connection:
 
 def _use_log(connection: sqlite3.Connection, path: Path) -> None:
     (mode,) = connection.execute("PRAGMA journal_mode = WAL").fetchone()
-    if mode != "wal":  # SQLite does not fail where shared memory is missing, it goes on in another mode
+    if mode != "wal":  # SQLite does not fail where shared memory is missing, it uses another mode
         raise LedgerError(
             f"the file system of {path} cannot hold a ledger that is read while it is written (journal mode {mode}); "
             "choose a folder on a local disk with --run-dir"

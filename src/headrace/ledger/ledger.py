@@ -26,7 +26,7 @@ _DEFAULT = LedgerSection()
 
 
 class Ledger(LedgerReader):
-    """The ledger of a run that goes on: one writer per file. Also answers what a LedgerReader does.
+    """The ledger of a running run: one writer per file. Also answers what a LedgerReader does.
 
     Methods that record return at once and touch no disk; their events are committed in order a moment later. What is
     read includes everything recorded before. When writing fails, the next call raises a LedgerError.
@@ -40,7 +40,7 @@ class Ledger(LedgerReader):
 
     @classmethod
     def open(cls, place: Path, section: LedgerSection = _DEFAULT, resumed_from: int | None = None) -> Ledger:
-        """Create or go on with the ledger of a run folder, and record this process."""
+        """Create or resume the ledger of a run folder, and record this process."""
         path = ledger_file(place)
         with explaining(path, "open"):
             lock = lock_for_writing(path)
@@ -51,7 +51,7 @@ class Ledger(LedgerReader):
             raise
         try:
             ledger._writer.put(Recorder.process_started, resumed_from)
-            ledger._writer.wait(sync=False)  # a disk that is full is told of now, not in the middle of the first step
+            ledger._writer.wait(sync=False)  # a full disk is reported now, not in the middle of the first step
         except BaseException:
             ledger.close()
             raise
@@ -86,7 +86,7 @@ class Ledger(LedgerReader):
     # ---- rollouts -------------------------------------------------------------------------------------------------
 
     def resumed(self, step: int) -> None:
-        """This process goes on from the checkpoint of a step."""
+        """This process resumes from the checkpoint of a step."""
         self._writer.put(Recorder.process_resumed, step)
 
     def dispatched(
@@ -96,7 +96,7 @@ class Ledger(LedgerReader):
         self._writer.put(Recorder.dispatched, group_id, position, task_id, source, size, version)
 
     def started(self, group_id: int, rollout_idx: int, attempt: int, seed: int) -> None:
-        """An episode starts, or goes on after a crash. A new attempt gives up the one before."""
+        """An episode starts, or resumes after a crash. A new attempt gives up the one before."""
         self._writer.put(Recorder.started, (group_id, rollout_idx, attempt), seed)
 
     def called(
@@ -136,7 +136,7 @@ class Ledger(LedgerReader):
         self._writer.put(Recorder.resulted, (group_id, rollout_idx, attempt), result)
 
     def finished(self, episode: Episode, duration_s: float | None = None) -> None:
-        """An episode ended, judged or failed; `episode.attempt` tells which attempt it was."""
+        """An episode ended, judged or failed; `episode.attempt` says which attempt it was."""
         self._writer.put(Recorder.finished, episode, duration_s)
 
     # ---- decisions ------------------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ class Ledger(LedgerReader):
         failed: int = 0,
         stale: int = 0,
     ) -> None:
-        """A group is "whole", or has its end; so many of its episodes found theirs with it.
+        """A group is complete ("whole" on disk), or has its end; so many of its episodes found theirs with it.
 
         The numbers are those of `SyncCoordinator.settled`, and with an end they add up to the group's size. A state
         that the group has reached before changes nothing, so a replay may repeat it.
@@ -172,7 +172,7 @@ class Ledger(LedgerReader):
     ) -> None:
         """A batch is about to be trained after `step` optimizer steps. `again` are groups trained before.
 
-        `pieces` tells how many groups were learned from at a time; empty: all at once. `trained` are the rows that
+        `pieces` says how many groups were learned from at a time; empty: all at once. `trained` are the rows that
         were made of the groups, with their advantages.
         """
         batch = (step, version, tuple(group_ids), tuple(again), tuple(pieces), tuple(trained))

@@ -12,13 +12,13 @@ from functools import lru_cache
 from itertools import chain
 from typing import Any, Final
 
-from headrace.ledger.columns import FIGURES
+from headrace.ledger.columns import SUMMARY
 
 _MOST = 64  # rows of one statement
 
-_FINISHED_COLUMNS = ("state", "duration_s", *FIGURES)
+_FINISHED_COLUMNS = ("state", "duration_s", *SUMMARY)
 _GIVEN = ", ".join(f"{name} = given.column{place}" for place, name in enumerate(_FINISHED_COLUMNS, 2))
-_EVAL_COLUMNS = ("evaluation_id", "task_id", "source", "group_id", "rollout_idx", "attempt", *FIGURES, "body")
+_EVAL_COLUMNS = ("evaluation_id", "task_id", "source", "group_id", "rollout_idx", "attempt", *SUMMARY, "body")
 
 STARTED: Final = "INSERT INTO episodes (episode_id, group_id, rollout_idx, attempt, state, seed) VALUES {rows}"
 CALLED: Final = (

@@ -13,7 +13,7 @@ from typing import Any, Self
 from headrace.data.episode import Episode
 from headrace.errors import LedgerError
 from headrace.ledger.bodies import FIRST_PROMPT, Base, unpack_call, unpack_episode, unpack_prompt
-from headrace.ledger.columns import FIGURES, episode_fields
+from headrace.ledger.columns import SUMMARY, episode_fields
 from headrace.ledger.files import connect_reader, damaged, explaining, ledger_file
 from headrace.ledger.pack import DamagedRecordError, from_json, unpack_value, unseal
 from headrace.ledger.records import (
@@ -27,23 +27,23 @@ from headrace.ledger.records import (
     GroupState,
     IdentityRecord,
     ProcessRecord,
-    PublicationRecord,
     ResultRecord,
     TrainedRow,
     UnfinishedGroup,
+    WeightSyncRecord,
 )
 from headrace.ledger.restoring import GROUP
 from headrace.ledger.rows import unpack_rows
 
 Row = tuple[Any, ...]
 
-_FIGURES = ", ".join(f"e.{name}" for name in FIGURES)
+_SUMMARY = ", ".join(f"e.{name}" for name in SUMMARY)
 _TRAIN_EPISODE = (
-    f"e.episode_id, b.body, g.task_id, g.source, e.group_id, e.rollout_idx, e.attempt, {_FIGURES}, "
+    f"e.episode_id, b.body, g.task_id, g.source, e.group_id, e.rollout_idx, e.attempt, {_SUMMARY}, "
     "e.state, e.duration_s, g.state, g.reason, g.step"
 )
 _EVAL_EPISODE = (
-    f"e.eval_episode_id, e.body, e.task_id, e.source, e.group_id, e.rollout_idx, e.attempt, {_FIGURES}, "
+    f"e.eval_episode_id, e.body, e.task_id, e.source, e.group_id, e.rollout_idx, e.attempt, {_SUMMARY}, "
     "NULL, NULL, v.name, NULL, v.step"
 )
 _TRAIN_FROM = "episodes e JOIN groups g USING (group_id) LEFT JOIN bodies b USING (episode_id)"
@@ -170,7 +170,7 @@ class LedgerReader:
         records = [self._train_record(row) for row in rows]
         if any(record.pruned for record in records):
             raise LedgerError(
-                f"what was said in group {group_id} is no longer in {self.path}; raise ledger.keep_steps to keep more, "
+                f"the messages of group {group_id} are no longer in {self.path}; raise ledger.keep_steps to keep more, "
                 f"and put a copy back if it was lost"
             )
         return list({record.episode.rollout_idx: record.episode for record in records}.values())
@@ -290,15 +290,15 @@ class LedgerReader:
         """How many batches were committed."""
         return (self._row("SELECT count(*) FROM batches WHERE committed_at IS NOT NULL") or (0,))[0]
 
-    def publication(self, version: int) -> PublicationRecord | None:
-        """The publication of a version."""
+    def weight_sync(self, version: int) -> WeightSyncRecord | None:
+        """The weight sync of a version."""
         row = self._row("SELECT version, fingerprint, step FROM publications WHERE version = ?", (version,))
-        return None if row is None else PublicationRecord(*row)
+        return None if row is None else WeightSyncRecord(*row)
 
-    def last_publication(self) -> PublicationRecord | None:
-        """The publication of the newest version."""
+    def last_weight_sync(self) -> WeightSyncRecord | None:
+        """The weight sync of the newest version."""
         row = self._row("SELECT version, fingerprint, step FROM publications ORDER BY version DESC LIMIT 1")
-        return None if row is None else PublicationRecord(*row)
+        return None if row is None else WeightSyncRecord(*row)
 
     def evaluations(self) -> list[EvaluationRecord]:
         """Every evaluation, by step; those of one step as they were made."""
@@ -341,21 +341,21 @@ class LedgerReader:
 
 def _record(row: Row, kind: str, calls: dict[int, CallRecord]) -> EpisodeRecord:
     body, task_id, source, *place = row[1:7]
-    figure: dict[str, Any] = dict(zip(FIGURES, row[7:], strict=False))
-    state, duration_s, decision, reason, step = row[7 + len(FIGURES) :]
+    summary: dict[str, Any] = dict(zip(SUMMARY, row[7:], strict=False))
+    state, duration_s, decision, reason, step = row[7 + len(SUMMARY) :]
     identity = dict(zip(("group_id", "rollout_idx", "attempt"), place, strict=True))
-    columns = {"task_id": task_id, "source": source, **identity, **episode_fields(figure)}
-    body = body if body is None else unseal(body, *place, figure["termination"], state)
+    columns = {"task_id": task_id, "source": source, **identity, **episode_fields(summary)}
+    body = body if body is None else unseal(body, *place, summary["termination"], state)
     return EpisodeRecord(
         kind,
         Episode(**columns) if body is None else unpack_episode(body, columns, calls),
-        figure["reward"],
+        summary["reward"],
         "failed" if state == EpisodeState.FAILED else decision,
         reason,
         step,
-        figure["oldest_version"],
-        figure["newest_version"],
-        figure["generated_tokens"],
+        summary["oldest_version"],
+        summary["newest_version"],
+        summary["generated_tokens"],
         duration_s,
         pruned=body is None,
     )

@@ -16,7 +16,7 @@ from headrace.data.episode import Episode
 from headrace.data.sample import TrainBatch
 from headrace.errors import LedgerError
 from headrace.ledger.bodies import Base, pack_call, pack_episode, pack_prompt, unpack_prompt
-from headrace.ledger.columns import figures, stored_text, unstorable
+from headrace.ledger.columns import stored_text, summary, unstorable
 from headrace.ledger.pack import pack_value, seal, to_json, unseal
 from headrace.ledger.pending import BODY, CALLED, EVALUATED, FINISHED, RESULTED, STARTED, PendingRows
 from headrace.ledger.reader import LedgerReader
@@ -103,7 +103,7 @@ class Recorder:
         if tuple(recorded) != row[1:6]:
             raise LedgerError(
                 f"group {group_id} was dispatched as {tuple(recorded)} and now as {row[1:6]} (epoch, place, task, "
-                "source, size); a run that goes on must have the same tasks, seed and rollout.group_size"
+                "source, size); a resumed run must have the same tasks, seed and rollout.group_size"
             )
 
     def started(self, rollout: Rollout, seed: int) -> None:
@@ -151,7 +151,7 @@ class Recorder:
         rollout = (episode.group_id, episode.rollout_idx, episode.attempt)
         attempt = self._attempt(rollout)
         state = EpisodeState.FAILED if episode.failed else EpisodeState.FINISHED
-        self._pending.add(FINISHED, (attempt.episode_id, state, duration_s, *figures(episode)))
+        self._pending.add(FINISHED, (attempt.episode_id, state, duration_s, *summary(episode)))
         body = pack_episode(episode, attempt.calls, unstorable(episode, *self._task(episode.group_id)))
         self._pending.add(BODY, (attempt.episode_id, seal(body, *rollout, stored_text(episode.termination), state)))
         del self._attempts[rollout]
@@ -245,7 +245,7 @@ class Recorder:
             place = (episode.group_id, episode.rollout_idx, episode.attempt)
             body = pack_episode(episode, {}, unstorable(episode, task_id, source))
             body = seal(body, *place, stored_text(episode.termination), None)
-            self._pending.add(EVALUATED, (done.lastrowid, task_id, source, *place, *figures(episode), body))
+            self._pending.add(EVALUATED, (done.lastrowid, task_id, source, *place, *summary(episode), body))
 
     # ---- what a checkpoint knows better -----------------------------------------------------------------------------
 
@@ -253,7 +253,7 @@ class Recorder:
         self._execute("UPDATE identity SET begun_from = ?, begun_step = ?", (theirs, step))
 
     def restored(self, missing: Excerpt) -> None:
-        """Rows of groups, batches and publications. What was said in the groups stays lost, unless it is there."""
+        """Rows of groups, batches and weight syncs. Messages of the groups stay lost, unless they are there."""
         for row in missing.groups:
             self._restore_group(row)
         for *batch, members in missing.batches:
@@ -281,7 +281,7 @@ class Recorder:
     # ---- retention ------------------------------------------------------------------------------------------------
 
     def prune(self, before_step: int, keep_steps: int, keep: Collection[int]) -> None:
-        """Delete what was said in groups that ended, or were last trained, before the step and too long ago."""
+        """Delete the messages of groups that ended, or were last trained, before the step and too long ago."""
         self._pending.write()
         limit = min(before_step, self._steps_made() - keep_steps)
         found = self._execute(

@@ -138,7 +138,7 @@ class BatchRecord:
 class TrainedRow:
     """One row of a training batch, with the advantages of its trained tokens.
 
-    `rollout_idx` is -1 where a grouping hook did not tell. A row of a preference pair has no advantages; it is the
+    `rollout_idx` is -1 where a grouping hook did not say. A row of a preference pair has no advantages; it is the
     `preferred` one or the other.
     """
 
@@ -151,7 +151,7 @@ class TrainedRow:
 
 
 @dataclass(frozen=True, slots=True)
-class PublicationRecord:
+class WeightSyncRecord:
     """Weights that were handed to the engine."""
 
     version: int

@@ -110,10 +110,10 @@ def read_missing(rows: Rows, excerpt: Excerpt) -> Excerpt:
 
 def read_difference(rows: Rows, excerpt: Excerpt) -> str | None:
     """The first thing that the ledger has otherwise; None if it has all that it has as the excerpt does."""
-    told = {row[0]: row for row in excerpt.groups}
-    for row in _ended(rows, list(told)):
-        if (row[:9], row[_SETTLED]) != (told[row[0]][:9], told[row[0]][_SETTLED]):
-            return f"group {row[0]} was {told[row[0]][7]}, and in the ledger it is {row[7]} or of another task"
+    expected = {row[0]: row for row in excerpt.groups}
+    for row in _ended(rows, list(expected)):
+        if (row[:9], row[_SETTLED]) != (expected[row[0]][:9], expected[row[0]][_SETTLED]):
+            return f"group {row[0]} was {expected[row[0]][7]}, and in the ledger it is {row[7]} or of another task"
     for step, *_, members in excerpt.batches:
         found = _members(rows, step)
         if found and found != members:

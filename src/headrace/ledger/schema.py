@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 from typing import Final
 
-APPLICATION_ID: Final = 0x48524C47  # "HRLG", in the header of the file: what `file` and we tell a ledger by
+APPLICATION_ID: Final = 0x48524C47  # "HRLG", in the header of the file: what `file` and we recognise a ledger by
 
 _V1 = (
     """CREATE TABLE processes (

@@ -56,7 +56,7 @@ class Writer:
         self._sync_up_to = 0
         self._hurry = self._closing = False
         self._failure: LedgerError | None = None
-        self._told = False
+        self._raised = False
         self._thread = threading.Thread(target=self._run, name="ledger", daemon=True)
         self._thread.start()
 
@@ -94,18 +94,18 @@ class Writer:
         return self._failure is None and not self._closing
 
     def close(self) -> None:
-        """Write what is left and end the thread. Raises its failure, if nobody was told of it."""
+        """Write what is left and end the thread. Raises its failure, unless a caller got it."""
         with self._lock:
             self._closing = True
             self._filled.notify()
         self._thread.join()
         self._connection.close()
-        if not self._told:
+        if not self._raised:
             self._raise_failure()
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
-            self._told = True
+            self._raised = True
             raise self._failure
 
     # ---- the thread -----------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 A checkpoint is written after the ledger was synced, so its ledger knows at least what the checkpoint knows. Where it
 does not (an older copy was put back, part of the file is lost), trained groups would be trained again. A checkpoint
-therefore holds what the ledger recorded since the checkpoint before it, without what was said: that much is restored.
+therefore holds what the ledger recorded since the checkpoint before it, without messages: that much is restored.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def reconcile(ledger: Ledger, state: TrainerState | None, branches: bool) -> lis
 def _reconciled(ledger: Ledger, state: TrainerState, branches: bool) -> list[str]:
     identity, theirs = ledger.identity(), state.ledger.get("id", "")
     if identity.begun_from == (theirs, state.step):
-        return []  # the very checkpoint that this ledger was begun with
+        return []  # the checkpoint that this ledger was begun with
     if theirs == identity.ledger_id:
         return _restored(ledger, state)
     if ledger.last_group_id() is None and ledger.last_batch() is None:
@@ -127,7 +127,7 @@ def _require_chain(ledger: LedgerReader, step: int) -> None:
     if gap is not None:
         raise LedgerError(
             f"the ledger {ledger.path} has batches up to step {batches[-1].step + 1}, but not that of step {gap + 1}, "
-            f"and the newest whole checkpoint is of step {step}. Put a newer checkpoint or ledger back; {WITHOUT_IT}"
+            f"and the newest intact checkpoint is of step {step}. Put a newer checkpoint or ledger back; {WITHOUT_IT}"
         )
 
 
@@ -154,7 +154,7 @@ def _restoring(missing: Excerpt, step: int) -> str:
         f"warning: the ledger was behind the checkpoint of step {step}. Restored from the checkpoint: "
         f"{len(missing.groups)} groups that had ended"
         + (f", the batches of steps {batches}" if batches else "")
-        + "; what was said in them is lost"
+        + "; their messages are lost"
     )
 
 

@@ -1,7 +1,7 @@
 """Checkpoints: what is in them, which there are, and how they are read.
 
 A checkpoint is a folder `step_000020` with a manifest. It is written beside and renamed, so a folder of that name was
-whole once; whether it still is, its checksums tell.
+complete once; its checksums show whether it still is.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _PREFIX = "step_"
 _STATE, _RANDOM = "trainer.json", "random.json"
-Tell = Callable[[str], None]
+Report = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ def without_step(evaluation: dict[str, float]) -> dict[str, float]:
 
 
 def with_evaluation(evaluations: Sequence[dict[str, float]], found: dict[str, float]) -> list[dict[str, float]]:
-    """The history with one more. One of the same step is replaced: a run that goes on may repeat it."""
+    """The history with one more. One of the same step is replaced: a resumed run may repeat it."""
     return [*(one for one in evaluations if one["eval/step"] != found["eval/step"]), found]
 
 
@@ -102,7 +102,7 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
-    """Checkpoints that were written to their end, oldest first. Whether they are whole still, `find_damage` knows."""
+    """Checkpoints that were written to their end, oldest first. `find_damage` says whether they are intact."""
     return [folder for folder in _folders(run_dir) if is_checkpoint(folder)]
 
 
@@ -114,14 +114,14 @@ def _folders(run_dir: Path) -> list[Path]:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The newest whole checkpoint, and the damaged ones that were passed over for it, with what is wrong."""
+    """The newest intact checkpoint, and the damaged ones that were passed over for it, with what is wrong."""
 
-    whole: Path
+    intact: Path
     damaged: tuple[tuple[Path, str], ...] = ()
 
 
-def find_whole(path: Path) -> Found | None:
-    """A checkpoint, or the newest whole one of a run folder; None if there is none at all. Damage is an error."""
+def find_intact(path: Path) -> Found | None:
+    """A checkpoint, or the newest intact one of a run folder; None if there is none at all. Damage is an error."""
     if is_checkpoint(path):
         damage = manifest.find_damage(path)
         if damage:
@@ -137,34 +137,34 @@ def find_whole(path: Path) -> Found | None:
         return None
     found = "; ".join(f"{folder.name}: {damage}" for folder, damage in damaged)
     raise CheckpointError(
-        f"no checkpoint of {path} is whole ({found}); put one back from a copy, or start a new run with "
+        f"no checkpoint of {path} is intact ({found}); put one back from a copy, or start a new run with "
         f'run.resume = "never"'
     )
 
 
 async def load_newest(
-    path: Path, backend: Backend, tell: Tell = lambda _: None, set_aside: bool = False
+    path: Path, backend: Backend, report: Report = lambda _: None, set_aside: bool = False
 ) -> TrainerState | None:
-    """Load a checkpoint, or the newest whole one of a run folder; None if there is none at all.
+    """Load a checkpoint, or the newest intact one of a run folder; None if there is none at all.
 
-    Damaged ones are told of and passed over. `set_aside` renames them: they are no longer this run's newest.
+    Damaged ones are reported and skipped. `set_aside` renames them: they are no longer this run's newest.
     """
-    found = await asyncio.to_thread(find_whole, path)
+    found = await asyncio.to_thread(find_intact, path)
     if found is None:
         return None
     for folder, damage in found.damaged:
-        tell(f"the checkpoint {folder} is damaged: {damage}; it is passed over for the one before")
-    state = TrainerState.read(found.whole)
-    await backend.load(found.whole)
-    tell(f"{'resuming from' if set_aside else 'loaded'} {found.whole}")
+        report(f"the checkpoint {folder} is damaged: {damage}; it is skipped for the one before")
+    state = TrainerState.read(found.intact)
+    await backend.load(found.intact)
+    report(f"{'resuming from' if set_aside else 'loaded'} {found.intact}")
     for folder, _ in found.damaged if set_aside else ():
-        tell(f"the damaged checkpoint is now {_set_aside(folder)}; delete it when you have looked at it")
+        report(f"the damaged checkpoint is now {_set_aside(folder)}; delete it when you have looked at it")
     return state
 
 
-async def load_checkpoint(path: Path, backend: Backend, tell: Tell = lambda _: None) -> TrainerState:
+async def load_checkpoint(path: Path, backend: Backend, report: Report = lambda _: None) -> TrainerState:
     """`load_newest`, where there must be one."""
-    state = await load_newest(path, backend, tell)
+    state = await load_newest(path, backend, report)
     if state is None:
         raise ConfigError(f"{path} is neither a checkpoint nor a run folder with one")
     return state

@@ -21,7 +21,7 @@ from headrace.config import TrainerSection
 from headrace.config.rules import best_metric
 from headrace.errors import BackendError, CheckpointError, ConfigError
 from headrace.run import manifest
-from headrace.run.checkpoint import Tell, TrainerState, checkpoint_folder, find_whole, list_checkpoints, step_of
+from headrace.run.checkpoint import Report, TrainerState, checkpoint_folder, find_intact, list_checkpoints, step_of
 from headrace.utils.durable import put_in_place, sync_tree
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ Snapshot = Callable[[], Awaitable[WriteState]]
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of a run, one after another; with `trainer.save_async` while training goes on."""
+    """Writes the checkpoints of a run, one after another; with `trainer.save_async` while training continues."""
 
     def __init__(self, run_dir: Path, backend: Backend, trainer: TrainerSection, sets: Collection[str] = ()) -> None:
         """`sets` are the names of the evaluation sets, by which `trainer.keep_best` goes."""
@@ -52,15 +52,15 @@ class CheckpointWriter:
         self._writing: asyncio.Future[None] | None = None
 
     async def save(self, state: TrainerState, last: bool = False, undecided: Collection[int] = ()) -> Path:
-        """Copy the state and begin to write it, once the checkpoint before it is whole.
+        """Copy the state and begin to write it, once the checkpoint before it is complete.
 
-        The `last` one is written at once, as nothing goes on beside it. Checkpoints of `undecided` steps are kept: they
+        The `last` one is written at once, as nothing runs beside it. Checkpoints of `undecided` steps are kept: they
         are still being evaluated.
         """
         await self.wait()
         target = checkpoint_folder(self._run_dir, state.step)
         keep = self._keeper(state, undecided)
-        texts = state.texts()  # now: what it refers to goes on changing
+        texts = state.texts()  # now: what it refers to keeps changing
         write: WriteState | None = None
         with explained(target, self._run_dir):
             _new_folder(target)
@@ -75,7 +75,7 @@ class CheckpointWriter:
         return target
 
     async def wait(self) -> None:
-        """Until what is being written is whole; raises what went wrong with it."""
+        """Until what is being written is complete; raises what went wrong with it."""
         if self._writing is not None:
             await asyncio.shield(self._writing)  # who waits may be cancelled, what is written not
 
@@ -143,7 +143,7 @@ def explained(target: Path, run_dir: Path) -> Iterator[None]:
             raise
         why = (error.strerror if isinstance(error, OSError) else None) or str(error)
         whole = list_checkpoints(run_dir)
-        left = f"{whole[-1].name} is whole, and the run goes on from it" if whole else "there is none before it"
+        left = f"{whole[-1].name} is intact, and the run resumes from it" if whole else "there is none before it"
         raise CheckpointError(
             f"cannot write the checkpoint {target}: {why}; {left}. Make room, or make the folder writable, and "
             f"start the run again"
@@ -169,26 +169,26 @@ def _is_scheduled(step: int, section: TrainerSection) -> bool:
     return section.save_every > 0 and step % section.save_every < section.updates_per_batch
 
 
-def adopt(run_dir: Path, source: Path, tell: Tell = lambda _: None) -> None:
-    """Make a checkpoint, or the newest whole one of another run, the first of this run, unless it has one.
+def adopt(run_dir: Path, source: Path, report: Report = lambda _: None) -> None:
+    """Make a checkpoint, or the newest intact one of another run, the first of this run, unless it has one.
 
-    It stands on its own from then on, whatever becomes of the other run.
+    It stands on its own from then on, whatever happens to the other run.
     """
     if list_checkpoints(run_dir):
         return
-    found = find_whole(source)
+    found = find_intact(source)
     if found is None:
         raise ConfigError(f"{source} is neither a checkpoint nor a run folder with one")
-    target = checkpoint_folder(run_dir, TrainerState.read(found.whole).step)
+    target = checkpoint_folder(run_dir, TrainerState.read(found.intact).step)
     beside = _beside(target, _PARTIAL)
     with explained(target, run_dir):
         _new_folder(target)
-        shutil.copytree(found.whole, beside, copy_function=_link)
+        shutil.copytree(found.intact, beside, copy_function=_link)
         sync_tree(beside)
         put_in_place(beside, target)
     for folder, damage in found.damaged:
-        tell(f"the checkpoint {folder} is damaged: {damage}; it is passed over for the one before")
-    tell(f"this run starts from {found.whole}")
+        report(f"the checkpoint {folder} is damaged: {damage}; it is skipped for the one before")
+    report(f"this run starts from {found.intact}")
 
 
 def _link(source: str, target: str) -> None:
@@ -204,7 +204,7 @@ def tidy(run_dir: Path) -> None:
     for path in (run_dir / "checkpoints").glob(".step_*"):
         target = path.with_name(path.stem.removeprefix("."))
         if path.suffix == f".{_REPLACED}" and not target.exists():
-            path.rename(target)  # killed between two renames: this one is whole
+            path.rename(target)  # killed between two renames: this one is complete
         elif path.suffix in (f".{_PARTIAL}", f".{_REPLACED}", f".{_DELETED}"):
             shutil.rmtree(path)
 

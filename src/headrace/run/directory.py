@@ -71,7 +71,7 @@ def claim_run_dir(
 ) -> Iterator[Claim]:
     """Choose the run's folder, lock it, check what is in it against the configuration, and write that down.
 
-    `run.resume` says which folder. "auto" goes on with an unfinished run in DIR/NAME, and leaves a finished one alone:
+    `run.resume` says which folder. "auto" resumes an unfinished run in DIR/NAME, and leaves a finished one alone:
     the run gets NAME-2, NAME-3 …. "never" leaves both alone. A path starts from there in a folder that holds no other
     run; but the path of this very folder resumes the run in it, even if it is finished. `numerics` is what the
     bits of a deterministic run depend on beside the configuration; it is recorded, and must stay the same; so are the
@@ -135,7 +135,7 @@ def _stored_texts(folder: Path, name: str) -> dict[str, str]:
 
 
 def holds_work(folder: Path) -> bool:
-    """Whether something would be lost if the folder were begun anew: a checkpoint, a step, or a recorded episode."""
+    """Whether something would be lost if the folder were begun again: a checkpoint, a step, or a recorded episode."""
     if any((folder / "checkpoints").glob("step_*")) or max(read_rows(folder / FILE_NAME), default=0) > 0:
         return True
     if not ledger_file(folder).exists():
@@ -143,7 +143,7 @@ def holds_work(folder: Path) -> bool:
     try:
         with LedgerReader.read(folder) as ledger:
             return ledger.last_group_id() is not None
-    except LedgerError:  # killed while it was made, or damaged: who opens it for writing will tell
+    except LedgerError:  # killed while it was made, or damaged: opening it for writing will say
         return True
 
 
@@ -197,14 +197,14 @@ def _in_use(folder: Path, owner: str) -> str:
 
 
 def _is_free(config: RunConfig, folder: Path, source: Path | None) -> bool:
-    """Whether the run may go on, or begin, in a folder."""
+    """Whether the run may resume, or begin, in a folder."""
     if _is_own(folder, source):
         return True
     if (folder / _FINISHED).exists():
         return False
     if config.run.resume == "auto" or not ((folder / _CONFIG).exists() or holds_work(folder)):
         return True
-    # the same command again goes on with what it began
+    # the same command again resumes what it began
     return source is not None and (stored_config(folder) or {}).get("run", {}).get("resume") == config.run.resume
 
 

@@ -1,7 +1,7 @@
 """RunJournal: what the loops of a run record, and what they find again after a crash.
 
 The rule: a training batch is durable before its update is made. So after a crash the steps after the checkpoint are
-repeated from the recorded batches, with nothing generated anew; complete groups are trained as they are; and episodes
+repeated from the recorded batches, with nothing generated again; complete groups are trained as they are; and episodes
 that were in flight run again, with every recorded answer given back.
 """
 
@@ -36,7 +36,7 @@ class RunJournal:
 
     @property
     def restarted(self) -> int:
-        """Episodes that were started anew, over all processes of the run, as their workflow did not do the same."""
+        """Episodes that were restarted, over all processes of the run, as their workflow did not do the same."""
         return 0
 
     def account(self) -> Account:

@@ -108,7 +108,7 @@ class LedgerJournal(RunJournal):
         return self._ledger.complete_group(group_id)
 
     def fingerprint(self, version: int) -> str | None:
-        found = self._ledger.publication(version)
+        found = self._ledger.weight_sync(version)
         return None if found is None else found.fingerprint
 
     def evaluation(self, step: int, names: Iterable[str]) -> dict[str, dict[str, float]] | None:

@@ -114,7 +114,7 @@ class Replay:
         await learn_recorded(learner, record, fresh, again)
         made = await learner.update(record.step)
         synced = await parts.sync.sync(record.version + 1)
-        recorded = self._ledger.publication(synced.version)
+        recorded = self._ledger.weight_sync(synced.version)
         return ReplayedStep(
             step=record.step + made,
             version=synced.version,
