@@ -326,7 +326,7 @@ def test_retention_bounds_the_size_and_keeps_the_metrics(tmp_path: Path):
         assert ledger.account() == Account(dispatched=180, trained=120, filtered=60)
         records = list(ledger.episodes())
         assert len(records) == 180 and all(record.generated_tokens == 4 for record in records)
-        with pytest.raises(LedgerError, match=r"group 0 is no longer in .*raise ledger.keep_steps"):
+        with pytest.raises(LedgerError, match=r"group 0 are no longer in .*raise ledger.keep_steps"):
             ledger.group(0)
         assert pruned_groups(ledger) == {n for n in range(580) if n % 10 < 3}
 
