@@ -85,9 +85,9 @@ def check_numerics(stored: dict[str, str], now: dict[str, str], folder: Path, ha
 
 def _new_run(folder: Path, has_checkpoint: bool) -> str:
     """What to do instead of resuming."""
-    anew = 'start a new run with run.resume = "never"'
+    new = 'start a new run with run.resume = "never"'
     branch = f', or one from its newest checkpoint with run.resume = "{folder}" and another run.name'
-    return anew + branch if has_checkpoint else anew
+    return new + branch if has_checkpoint else new
 
 
 def numeric_changes(stored: dict[str, str], now: dict[str, str]) -> list[Change]:
