@@ -90,7 +90,7 @@ class AgentLoopManager:
         coordinator = SyncCoordinator.from_config(config, policy)
         buffer = TrajectoryGroupBuffer(config)
         size, algorithm = config.rollout.group_size, config.algorithm
-        lifecycle = GroupLifecycle(size, algorithm, sampler, coordinator, buffer, RunJournal(None))
+        lifecycle = GroupLifecycle(size, algorithm, sampler, coordinator, buffer, RunJournal())
         return cls(config, sampler, loop, coordinator, buffer, lifecycle)
 
     # ---- for the trainer's loops ----------------------------------------------------------------------------------
