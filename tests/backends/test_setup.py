@@ -65,7 +65,8 @@ def test_the_engine_is_the_one_that_is_named_and_gets_the_backends_host() -> Non
             return EngineAbilities(("in_place",))
 
     registry.register("engine", "a_class", Mine)
-    chosen, backend = config("a_class"), AnyBackend(config("mine"))
+    chosen = config("a_class")
+    backend: Any = AnyBackend(chosen)
     policy = attach_engine(chosen, backend, choose(chosen))
     assert type(policy.engine) is Mine and hosts[0].tokenizer is backend.tokenizer
     assert policy.backend is backend and policy.sync.in_place

@@ -80,7 +80,7 @@ class TestTargetsOnly(TinkerContract):
 
     @pytest.mark.parametrize("temperature", [1.0])
     async def test_the_engine_samples_from_the_synced_weights(self, temperature: float) -> None:
-        await super().test_the_engine_samples_from_the_published_weights(temperature)
+        await super().test_the_engine_samples_from_the_synced_weights(temperature)
 
 
 @pytest.mark.slow
