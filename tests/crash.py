@@ -264,7 +264,7 @@ class Watch:
         build = setup._build
 
         def began(config: Any, parts: Any, services: Any, state: Any) -> Any:
-            self._wrap(type(parts.backend), "publish", lambda **_: "publication")
+            self._wrap(type(parts.sync), "sync", lambda **_: "publication")
             self._server.send(b"training")
             return build(config, parts, services, state)
 
