@@ -188,3 +188,13 @@ def test_objects_stay_in_the_program_and_their_answers_are_compared_on_the_host(
 )
 def test_a_test_that_shows_neither_an_object_nor_plain_data_is_refused(source: str, problem: str) -> None:
     assert problem in str(read_asserts(source).problem)
+
+
+@pytest.mark.parametrize("compared", ["a == b", "a + b == 3", "(a + b).x == 3", "a in b", "a < b"])
+def test_operators_of_the_programs_objects_are_refused_at_load(compared: str) -> None:
+    test = f"a = Vector(1)\nb = Vector(2)\nassert a.x == 1\nassert b.x == 2\nassert {compared}"
+    assert "the operators between them are the program's" in (read_asserts(test).problem or "")
+
+
+def test_whether_an_object_is_there_may_be_asked() -> None:
+    assert read_asserts("a = Vector(1)\nassert a.x == 1\nassert a is not None").problem is None

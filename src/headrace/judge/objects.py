@@ -36,7 +36,25 @@ def object_variables(nodes: list[ast.AST], guest_names: frozenset[str]) -> tuple
                 frozenset(),
                 f"{maker} may be a class or a function; if a class, add assert isinstance({name}, {maker})",
             )
-    return frozenset(made & shown), None
+    return frozenset(made & shown), next(_operators_on(made & shown, nodes), None)
+
+
+def _operators_on(objects: set[str], nodes: list[ast.AST]) -> Iterator[str]:
+    """Operators between two objects of the program: its classes could return what the test wants."""
+    for node in nodes:
+        match node:
+            case ast.BinOp(left=ast.Name(id=left), right=ast.Name(id=right)):
+                pass
+            case ast.Compare(left=ast.Name(id=left), ops=[op], comparators=[ast.Name(id=right)]):
+                if isinstance(op, (ast.Is, ast.IsNot)):
+                    continue
+            case _:
+                continue
+        if {left, right} <= objects:
+            yield (
+                f"{left} and {right} are objects of the program, and the operators between them are the program's; "
+                f"compare their fields, or what their methods return"
+            )
 
 
 def _is_class_name(name: str) -> bool:
