@@ -77,7 +77,7 @@ def _refuse_contradictions(checkpoint: Path | None, model: str | None, url: str 
 def _config_of_run(folder: Path, overrides: tuple[str, ...], trust: bool) -> RunConfig:
     from headrace.config.loading import build_config
     from headrace.evaluation.evaluate import run_of
-    from headrace.run.directory import stored_config
+    from headrace.run.stored import stored_config
 
     run = run_of(folder)
     stored = stored_config(run)

@@ -137,7 +137,7 @@ def read_run(file: str, overrides: tuple[str, ...], *options: str, run_dir: Path
 def _read_resumed(run: Path, words: Sequence[str], run_dir: Path | None) -> RunConfig:
     """The stored configuration of a run with overrides, to resume it in its own folder."""
     from headrace.config.loading import build_config, parse_overrides
-    from headrace.run.directory import stored_config
+    from headrace.run.stored import stored_config
 
     if run_dir is not None:
         raise ConfigError(f"--resume continues in {run}, so --run-dir {run_dir} has no effect; leave it out")

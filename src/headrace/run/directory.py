@@ -21,19 +21,19 @@ from headrace.ledger.files import ledger_file
 from headrace.registry import nearest
 from headrace.run.checkpoint import is_checkpoint, list_checkpoints, step_of
 from headrace.run.checkpoint_writer import tidy
+from headrace.run.stored import CONFIG, NUMERICS, OBJECTS, TASKS, stored_config, stored_numerics, stored_texts
 from headrace.tracking.jsonl import FILE_NAME, read_rows
 from headrace.tracking.notices import RunLog
 from headrace.utils.durable import write_durably
 from headrace.utils.file_lock import FileLock, FileLockedError, holder_of
 
-_FINISHED, _CONFIG, _NUMERICS, _OBJECTS = "finished", "config.json", "numerics.json", "objects.json"
-_TASKS = "tasks.json"
+_FINISHED = "finished"
 _WORDS = ("auto", "never")
 _OURS = (
-    _CONFIG,
-    _NUMERICS,
-    _OBJECTS,
-    _TASKS,
+    CONFIG,
+    NUMERICS,
+    OBJECTS,
+    TASKS,
     "lock",
     "log.txt",
     "ledger.sqlite",
@@ -98,40 +98,6 @@ def mark_finished(run_dir: Path, summary: dict[str, float]) -> None:
     """Record that the run is complete."""
     with _writable(run_dir):
         write_durably(run_dir / _FINISHED, json.dumps(summary, indent=2) + "\n")
-
-
-def stored_config(folder: Path) -> dict[str, Any] | None:
-    """The configuration that a run was last started with; None if the folder holds no run."""
-    path = folder / _CONFIG
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"cannot read {path}, with which the run was begun: {error}; put it back from a copy, or start a new run "
-            f'with run.resume = "never"'
-        ) from None
-    if not isinstance(values, dict):
-        raise ConfigError(f'{path} holds no configuration; start a new run with run.resume = "never"')
-    return values
-
-
-def stored_numerics(folder: Path) -> dict[str, str]:
-    """What the bits of the run depend on beside its configuration; empty if that is not known."""
-    return _stored_texts(folder, _NUMERICS)
-
-
-def _stored_texts(folder: Path, name: str) -> dict[str, str]:
-    path = folder / name
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(
-            f'cannot read {path}: {error}; put it back from a copy, or start a new run with run.resume = "never"'
-        ) from None
 
 
 def holds_work(folder: Path) -> bool:
@@ -202,7 +168,7 @@ def _is_free(config: RunConfig, folder: Path, source: Path | None) -> bool:
         return True
     if (folder / _FINISHED).exists():
         return False
-    if config.run.resume == "auto" or not ((folder / _CONFIG).exists() or holds_work(folder)):
+    if config.run.resume == "auto" or not ((folder / CONFIG).exists() or holds_work(folder)):
         return True
     # the same command again resumes what it began
     return source is not None and (stored_config(folder) or {}).get("run", {}).get("resume") == config.run.resume
@@ -254,7 +220,7 @@ def _enter(
     """Check before anything is written: a refused start leaves the folder as it was."""
     found = _inspect(config, folder, source, numerics, objects)
     own, stored = found.own, found.stored
-    names = (_FINISHED, _CONFIG, _NUMERICS, _OBJECTS)
+    names = (_FINISHED, CONFIG, NUMERICS, OBJECTS)
     before = {folder / name: (folder / name).read_text() if (folder / name).exists() else None for name in names}
     if own:
         (folder / _FINISHED).unlink(missing_ok=True)
@@ -262,11 +228,11 @@ def _enter(
     if own and stored is not None:  # config.json keeps where the run began, not how it was last resumed
         config = _with_resume(config, stored.get("run", {}).get("resume", "auto"))
         source = None if config.run.resume in _WORDS else Path(config.run.resume).expanduser()
-    write_durably(folder / _CONFIG, config.model_dump_json(indent=2) + "\n")
+    write_durably(folder / CONFIG, config.model_dump_json(indent=2) + "\n")
     if numerics:
-        write_durably(folder / _NUMERICS, json.dumps(numerics, indent=2) + "\n")
+        write_durably(folder / NUMERICS, json.dumps(numerics, indent=2) + "\n")
     if objects:
-        write_durably(folder / _OBJECTS, json.dumps(objects, indent=2) + "\n")
+        write_durably(folder / OBJECTS, json.dumps(objects, indent=2) + "\n")
     return Claim(folder, found.resumes, source, found.notes, before)
 
 
@@ -289,14 +255,14 @@ def _inspect(
     stored = stored_config(folder) if resumes or own else None
     notes = _which(config, folder)
     if own and stored is None:
-        raise ConfigError(f"{folder} holds no run to resume (it has no {_CONFIG}); give the folder of a run")
+        raise ConfigError(f"{folder} holds no run to resume (it has no {CONFIG}); give the folder of a run")
     if resumes:
-        unknown = f"{folder} has no {_CONFIG}: whether it was begun with other settings is not known"
+        unknown = f"{folder} has no {CONFIG}: whether it was begun with other settings is not known"
         saved, known = bool(list_checkpoints(folder)), stored_numerics(folder)
         notes += [unknown] if stored is None else check_resume(stored, config, folder, saved)
         check_numerics(known, numerics or {}, folder, saved)
         notes += [_unknown_numerics(folder)] if numerics and not known else []
-        _check_objects(_stored_texts(folder, _OBJECTS), objects, folder)
+        _check_objects(stored_texts(folder, OBJECTS), objects, folder)
     elif source is not None and not own:
         notes += _check_source(config, source)
     if own and (folder / _FINISHED).exists():
@@ -338,7 +304,7 @@ def resumed_config(config: RunConfig) -> RunConfig | None:
 
 def _unknown_numerics(folder: Path) -> str:
     return (
-        f"warning: the run in {folder} is deterministic, and has no {_NUMERICS}: whether results are rounded here as "
+        f"warning: the run in {folder} is deterministic, and has no {NUMERICS}: whether results are rounded here as "
         f"where it was begun is not known. Put the file back from a copy; or see with `headrace replay {folder}` "
         f"whether recorded steps give the same weights here"
     )
@@ -346,8 +312,8 @@ def _unknown_numerics(folder: Path) -> str:
 
 def require_same_tasks(claim: Claim, digest: str) -> None:
     """Raise ConfigError if the tasks are not those that the run was started with; `digest` is of those that it has."""
-    path = claim.folder / _TASKS
-    known = _stored_texts(claim.folder, _TASKS).get("digest") if claim.resumes else None
+    path = claim.folder / TASKS
+    known = stored_texts(claim.folder, TASKS).get("digest") if claim.resumes else None
     if known not in (None, digest):
         raise ConfigError(
             f"the tasks of the run in {claim.folder} are not those that it was started with (or in another order): "

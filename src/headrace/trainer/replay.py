@@ -23,7 +23,7 @@ from headrace.ledger.records import BatchRecord
 from headrace.rollout.model_client import Model
 from headrace.run.agreement import first_gap
 from headrace.run.checkpoint import list_checkpoints, step_of
-from headrace.run.directory import stored_numerics
+from headrace.run.stored import stored_numerics
 from headrace.scheduling.buffer import FinishedGroup, TrajectoryGroupBuffer
 from headrace.trainer.learner_step import Learner
 from headrace.trainer.recovery import learn_recorded
