@@ -15,7 +15,7 @@ from headrace.algorithms.batching import grad_scale, pack, split, to_samples
 from headrace.algorithms.distill import is_distilled, with_teacher
 from headrace.algorithms.preference import form_pairs
 from headrace.config import AlgorithmSection, RunConfig
-from headrace.config.conditions import asks_teacher, group_by_group
+from headrace.config.derived import asks_teacher, group_by_group
 from headrace.data.episode import Trajectory, TrajectoryGroup
 from headrace.data.sample import NO_VERSION, Sample, TrainBatch, merge_steps
 from headrace.data.sampler import TaskSampler

@@ -2,122 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import TYPE_CHECKING, Literal, get_args
 
+from headrace.config.derived import (
+    asks_teacher,
+    chosen,
+    compares_rewards,
+    estimator_facts,
+    has_own,
+    has_rows,
+    longest_reply,
+    reads_old,
+    reads_rows,
+    rolls_out,
+    samples_as_learned,
+    saves,
+    trains_own,
+    uses_workflow,
+    varies,
+)
 from headrace.config.effect import Condition, Effects, declare
 from headrace.registry import builtin, facts
 
 if TYPE_CHECKING:
-    from headrace.algorithms.facts import EstimatorFacts, LossFacts
-    from headrace.config import AlgorithmSection, RunConfig, TrainerSection
-
-# ---- what the conditions ask ---------------------------------------------------------------------------------------
-
-
-def chosen(algorithm: AlgorithmSection, kind: str) -> set[str]:
-    """Names of the estimators or losses that the run uses, over all roles."""
-    own = {getattr(role, kind) for role in algorithm.roles.values()}
-    return {getattr(algorithm, kind), *(name for name in own if name)}
-
-
-def has_own(names: Collection[str], kind: str) -> bool:
-    """Whether one is a user's own, which may read anything."""
-    return not set(names) <= builtin(kind).keys()
-
-
-def estimator_facts(algorithm: AlgorithmSection) -> dict[str, EstimatorFacts]:
-    """What is declared of the estimators that the run uses, by name."""
-    return {name: facts("estimator", name) for name in sorted(chosen(algorithm, "estimator"))}
-
-
-def loss_facts(algorithm: AlgorithmSection) -> dict[str, LossFacts]:
-    """What is declared of the losses that the run uses, by name."""
-    return {name: facts("loss", name) for name in sorted(chosen(algorithm, "loss"))}
-
-
-def group_by_group(algorithm: AlgorithmSection) -> bool:
-    """Whether no estimator of the run compares groups with each other: they can be trained one by one."""
-    return all(one.one_group for one in estimator_facts(algorithm).values())
-
-
-def asks_teacher(algorithm: AlgorithmSection) -> bool:
-    """Whether an estimator of the run needs the teacher."""
-    return any(one.needs_teacher for one in estimator_facts(algorithm).values())
-
-
-def reads_pairs(config: RunConfig) -> bool:
-    """Whether preference pairs come from a file: each task is then one episode with two replies."""
-    return config.algorithm.objective == "dpo" and config.workflow.name == "preference"
-
-
-def rolls_out(config: RunConfig) -> bool:
-    """Whether what is trained is sampled by the run itself."""
-    return config.algorithm.objective != "sft" and not reads_pairs(config)
-
-
-def _uses_workflow(config: RunConfig, *names: str) -> bool:
-    """Whether a workflow that is used, in training or evaluation, is one of these or a user's own."""
-    used = {config.workflow.name, *(one.workflow for one in config.eval.sets.values() if one.workflow)}
-    return has_own(used, "workflow") or bool(used & set(names))
-
-
-def _trains_own(config: RunConfig) -> bool:
-    """Whether the workflow that is trained is a user's own, which may do anything."""
-    return has_own({config.workflow.name}, "workflow")
-
-
-def _has_rows(tasks: str) -> bool:
-    """Whether a source has rows that somebody wrote: a file, a dataset or a user's own function."""
-    return tasks not in _GENERATED_TASKS and not tasks.startswith("reasoning_gym:")
-
-
-def _reads_rows(config: RunConfig) -> bool:
-    data = config.data
-    training = [one.tasks for one in data.mixture.values()] or [data.tasks]
-    return any(_has_rows(tasks) for tasks in (*training, *(one.tasks for one in config.eval.sets.values())))
-
-
-def _longest_reply(config: RunConfig) -> int:
-    return max(config.rollout.max_tokens, *(one.max_tokens or 0 for one in config.eval.sets.values()), 0)
-
-
-def _saves(trainer: TrainerSection) -> bool:
-    """Whether checkpoints are written before the last step."""
-    return trainer.save_every > 0 or trainer.save_every_s > 0
-
-
-def _varies(config: RunConfig, key: str) -> bool:
-    return key in config.simulate.grid
-
-
-def _reads_old(config: RunConfig) -> bool:
-    losses = loss_facts(config.algorithm)
-    reads = has_own(losses, "loss") or any(one.ratio == "old" for one in losses.values())
-    return reads or config.algorithm.correction.name != "none"
-
-
-def _compares_rewards(config: RunConfig) -> bool:
-    algorithm = config.algorithm
-    return algorithm.objective == "dpo" or not all(one.needs_teacher for one in estimator_facts(algorithm).values())
-
-
-def samples_as_learned(config: RunConfig) -> bool:
-    """Whether the sampler's distribution is meant to be the learner's."""
-    rollout, model = config.rollout, config.model
-    return rollout.top_p == 1 and not rollout.top_k and not model.lora.dropout and config.engine.weights == "float32"
-
+    pass
 
 Correction = Literal["none", "tis", "icepop", "sequence_mask", "veto"]
 CORRECTIONS = get_args(Correction)
 _ONE_CALL = {"single_turn", "demonstration", "preference"}
 _SEVERAL_CALLS = tuple(builtin("workflow").keys() - _ONE_CALL)
 _ONE_ROLE = tuple(builtin("workflow").keys() - {"external_agent"})  # whose program may name roles
-_GENERATED_TASKS = {*builtin("tasks"), "holdout"}
 _GIVEN_TEXTS = "objective {c.algorithm.objective} trains on given texts, not on rollouts"
 
-
-# ---- conditions ----------------------------------------------------------------------------------------------------
 
 RL = Condition(
     lambda s: s.c.algorithm.objective == "rl",
@@ -153,7 +69,7 @@ SAMPLES = Condition(
     "remove it, or add a section [eval.sets.NAME]",
 )
 AHEAD = Condition(
-    lambda s: s.c.trainer.max_staleness > 0 or _varies(s.c, "trainer.max_staleness"),
+    lambda s: s.c.trainer.max_staleness > 0 or varies(s.c, "trainer.max_staleness"),
     "trainer.max_staleness is 0, so nothing is generated ahead of training",
     "remove it, or raise trainer.max_staleness",
 )
@@ -168,7 +84,7 @@ TINKER = Condition(
     'it is for backend "tinker", and backend.name is "{c.backend.name}"',
 )
 PARTIAL = Condition(
-    lambda s: s.c.trainer.partial_rollouts or _varies(s.c, "trainer.partial_rollouts"),
+    lambda s: s.c.trainer.partial_rollouts or varies(s.c, "trainer.partial_rollouts"),
     "trainer.partial_rollouts is false, so no sequence is in flight at a weight sync",
     "remove one of the two",
 )
@@ -206,12 +122,12 @@ CACHE_SHARED = Condition(
     "a separate engine shares no memory with the learner",
 )
 SAVES_ON_THE_WAY = Condition(
-    lambda s: _saves(s.own),
+    lambda s: saves(s.own),
     "trainer.save_every and trainer.save_every_s are 0, so only the last step is saved",
     "remove it, or set one of these",
 )
 COPIES = Condition(
-    lambda s: not s.own.save_async or _saves(s.own),
+    lambda s: not s.own.save_async or saves(s.own),
     "trainer.save_every and trainer.save_every_s are 0, and the last step is saved without a copy",
     "remove it, or set one of these",
 )
@@ -226,9 +142,9 @@ EVALUATED = Condition(
     "remove the set (--eval.sets={{}}), or set one of these",
 )
 ROWS = Condition(
-    lambda s: _has_rows(s.own.tasks), '{at}.tasks = "{own.tasks}" generates tasks, which have no other columns'
+    lambda s: has_rows(s.own.tasks), '{at}.tasks = "{own.tasks}" generates tasks, which have no other columns'
 )
-BAD_ROWS = Condition(lambda s: _reads_rows(s.c), "all tasks are generated, so there are no bad rows")
+BAD_ROWS = Condition(lambda s: reads_rows(s.c), "all tasks are generated, so there are no bad rows")
 SOURCE_NOT_MIXED = Condition(
     lambda s: not s.own.mixture, "data.mixture says where tasks come from", "set it in [data.mixture.NAME]"
 )
@@ -257,11 +173,11 @@ JUDGED = Condition(
     "remove it, or set workflow.judger or judge.routes",
 )
 SEVERAL_TURNS = Condition(
-    lambda s: _uses_workflow(s.c, *_SEVERAL_CALLS),
+    lambda s: uses_workflow(s.c, *_SEVERAL_CALLS),
     'workflow "{c.workflow.name}" makes one model call per episode',
 )
 BELOW_ONE_REPLY = Condition(
-    lambda s: _uses_workflow(s.c, *_SEVERAL_CALLS) or s.own.max_episode_tokens <= _longest_reply(s.c),
+    lambda s: uses_workflow(s.c, *_SEVERAL_CALLS) or s.own.max_episode_tokens <= longest_reply(s.c),
     'workflow "{c.workflow.name}" makes one model call per episode, of at most rollout.max_tokens = '
     "{own.max_tokens} tokens",
 )
@@ -270,7 +186,7 @@ COMPARES_STEPS = Condition(
     'an episode of workflow "{c.workflow.name}" has one step, so its steps are compared anyway',
 )
 GIVES_ADVANTAGES = Condition(
-    lambda s: _trains_own(s.c),
+    lambda s: trains_own(s.c),
     'workflow "{c.workflow.name}" writes no advantages into its steps',
     "remove it, or use a workflow of your own",
 )
@@ -282,7 +198,7 @@ ENDS_BY_TURNS = Condition(
 ENDS_BY_TOOLS = Condition(
     lambda s: (
         "tools" not in s.own.drop_terminations
-        or _trains_own(s.c)
+        or trains_own(s.c)
         or (s.c.workflow.name == "tool_agent" and s.c.rollout.max_tool_calls is not None)
     ),
     'no episode ends with reason "tools": workflow "{c.workflow.name}" calls no tools, or rollout.max_tool_calls is '
@@ -290,17 +206,17 @@ ENDS_BY_TOOLS = Condition(
     'remove "tools", or set rollout.max_tool_calls for a workflow with tools',
 )
 ENDS_BY_TOKENS = Condition(
-    lambda s: "tokens" not in s.own.drop_terminations or _trains_own(s.c) or s.c.rollout.max_episode_tokens is not None,
+    lambda s: "tokens" not in s.own.drop_terminations or trains_own(s.c) or s.c.rollout.max_episode_tokens is not None,
     'rollout.max_episode_tokens is empty, so no episode ends with reason "tokens"',
     'remove "tokens", or set rollout.max_episode_tokens',
 )
 ENDS_BY_TIMEOUT = Condition(
-    lambda s: "timeout" not in s.own.drop_terminations or _trains_own(s.c),
+    lambda s: "timeout" not in s.own.drop_terminations or trains_own(s.c),
     'an episode of workflow "{c.workflow.name}" that takes too long has failed, and failed ones are never trained',
     'remove "timeout"',
 )
-TOOLS = Condition(lambda s: _uses_workflow(s.c, "tool_agent"), 'workflow "{c.workflow.name}" calls no tools')
-GATEWAY = Condition(lambda s: _uses_workflow(s.c, "external_agent"), 'workflow "{c.workflow.name}" opens no gateway')
+TOOLS = Condition(lambda s: uses_workflow(s.c, "tool_agent"), 'workflow "{c.workflow.name}" calls no tools')
+GATEWAY = Condition(lambda s: uses_workflow(s.c, "external_agent"), 'workflow "{c.workflow.name}" opens no gateway')
 ROLE_COMES = Condition(
     lambda s: s.c.workflow.name not in _ONE_ROLE or s.at.rpartition(".")[2] == "agent",
     'the trajectories of workflow "{c.workflow.name}" have the role "agent"',
@@ -327,7 +243,7 @@ SEVERAL_ROLLOUTS = Condition(
     "it looks for different rewards in a group, and rollout.group_size is 1",
 )
 COMPARES_REWARDS = Condition(
-    lambda s: _compares_rewards(s.c), 'it looks for different rewards, and estimator "distill" compares none'
+    lambda s: compares_rewards(s.c), 'it looks for different rewards, and estimator "distill" compares none'
 )
 CAN_TIE = Condition(
     lambda s: s.own.min_reward_gap == 0,
@@ -350,7 +266,7 @@ TEACHER_IS_POLICY = Condition(
     'remove it, or set distill.teacher = "initial"',
 )
 READS_OLD = Condition(
-    lambda s: s.own.proximal != "recompute" or _reads_old(s.c),
+    lambda s: s.own.proximal != "recompute" or reads_old(s.c),
     "no chosen loss reads the learner's log-probabilities at the start of the batch, and no correction is on",
 )
 DIVIDES_BY_LENGTH = Condition(
@@ -366,7 +282,7 @@ KL_OFF_REWARD = Condition(
 )
 LEDGER = Condition(lambda s: s.own.enabled, "ledger.enabled is false", "remove one of the two")
 PRUNES = Condition(
-    lambda s: _saves(s.c.trainer) or s.c.trainer.save_last,
+    lambda s: saves(s.c.trainer) or s.c.trainer.save_last,
     "old episodes are removed when a checkpoint is saved, and trainer.save_every, save_every_s and save_last are off",
     "remove it, or set one of these",
 )
@@ -374,17 +290,17 @@ GIVEN_DURATIONS = Condition(
     lambda s: s.own.from_run is None, "simulate.from_run has measured it", "remove one of the two"
 )
 SLOW_TASKS = Condition(
-    lambda s: s.own.slow_share > 0 or _varies(s.c, "simulate.slow_share"),
+    lambda s: s.own.slow_share > 0 or varies(s.c, "simulate.slow_share"),
     "simulate.slow_share is 0",
     "remove it, or set simulate.slow_share",
 )
 DROPS_UNIFORM = Condition(
-    lambda s: s.c.filters.drop_uniform or _varies(s.c, "filters.drop_uniform"),
+    lambda s: s.c.filters.drop_uniform or varies(s.c, "filters.drop_uniform"),
     "nothing filters groups",
     "remove it, or set filters.drop_uniform = true",
 )
 MEASURES_DRIFT = Condition(
-    lambda s: s.c.trainer.staleness not in ("count", "drop", "wait", "mask") or _varies(s.c, "trainer.staleness"),
+    lambda s: s.c.trainer.staleness not in ("count", "drop", "wait", "mask") or varies(s.c, "trainer.staleness"),
     'trainer.staleness = "{c.trainer.staleness}" does not measure how far the policy has moved',
 )
 

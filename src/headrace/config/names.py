@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from headrace.config import RunConfig
-from headrace.config.conditions import chosen
+from headrace.config.derived import chosen
 from headrace.errors import ConfigError, HeadraceError
 from headrace.registry import builtin, check_call, load_object, resolve
 

@@ -12,13 +12,7 @@ from collections.abc import Callable, Collection, Iterator
 from operator import attrgetter
 
 from headrace.config import AlgorithmSection, RunConfig, TrainerSection, flatten
-from headrace.config.conditions import (
-    chosen,
-    estimator_facts,
-    loss_facts,
-    reads_pairs,
-    rolls_out,
-)
+from headrace.config.derived import chosen, estimator_facts, loss_facts, reads_pairs, rolls_out
 from headrace.config.effect import idle_settings
 from headrace.errors import ConfigError
 from headrace.registry import facts, is_loaded

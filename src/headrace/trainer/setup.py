@@ -16,7 +16,7 @@ from headrace.algorithms.objectives import Objective, demonstration_sampler
 from headrace.backends.base import Backend, SaysNumerics
 from headrace.backends.setup import choose
 from headrace.config import RunConfig
-from headrace.config.conditions import chosen, samples_as_learned
+from headrace.config.derived import chosen, samples_as_learned
 from headrace.config.names import check_names
 from headrace.config.rules import check_declared
 from headrace.data.sampler import TaskSampler

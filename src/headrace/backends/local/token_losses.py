@@ -13,7 +13,7 @@ from headrace.algorithms.losses import Loss, LossContext, LossMetrics, correctio
 from headrace.backends.base import offending_samples
 from headrace.backends.local.tokens import TokenTensors
 from headrace.config import AlgorithmSection, RunConfig
-from headrace.config.conditions import chosen
+from headrace.config.derived import chosen
 from headrace.data.sample import NO_VERSION, Sample, TrainBatch
 from headrace.errors import BackendError, DataError, DivergedError
 from headrace.registry import facts, resolve

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from headrace.backends.base import refuse_changed
 from headrace.backends.local.token_losses import require_known_losses
 from headrace.config import RunConfig
-from headrace.config.conditions import asks_teacher
+from headrace.config.derived import asks_teacher
 from headrace.errors import ConfigError
 from headrace.registry import facts
 

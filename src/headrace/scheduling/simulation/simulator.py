@@ -18,7 +18,7 @@ import numpy as np
 
 from headrace.algorithms.batching import to_samples
 from headrace.config import RunConfig, WorkflowSection
-from headrace.config.conditions import group_by_group
+from headrace.config.derived import group_by_group
 from headrace.data.sample import Sample
 from headrace.data.seeds import derive_seed
 from headrace.errors import ConfigError
