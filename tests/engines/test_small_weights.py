@@ -134,7 +134,7 @@ def test_where_it_cannot_be_had_it_is_refused() -> None:
     ):
         model = build_causal_model(hf_model)
         model.decode_with("float32")
-        with pytest.raises(ConfigError, match=rf'engine.weights = "int8" cannot .*{why}.*; set it to "float32"'):
+        with pytest.raises(ConfigError, match=rf'engine.weights = "int8" is not .*{why}.*; set it to "float32"'):
             model.decode_with("int8")
 
 

@@ -153,7 +153,7 @@ def test_replay_says_that_results_are_rounded_otherwise(tmp_path: Path, capsys: 
     (run_dir / "numerics.json").write_text(json.dumps(recorded | {"torch": "1.0"}))
     assert Replay(run_dir).rounded_otherwise == [f'torch: "1.0" → "{torch.__version__}"']
     run(["replay", str(run_dir)])
-    assert "rounded otherwise here than where the run was made" in " ".join(capsys.readouterr().out.split())
+    assert "rounding differs from where the run was made" in " ".join(capsys.readouterr().out.split())
 
 
 # ---- in the environments that users have ---------------------------------------------------------------------------

@@ -28,6 +28,8 @@ PATHS = os.pathsep.join([str(ROOT / "tests"), str(ROOT / "tests" / "trainer")])
 FILE = """
 [backend]
 name = "null_backend:NullBackend"
+[engine]
+name = "null_backend:NULL_ENGINE"
 [data]
 tasks = "null_backend:some_tasks"
 [workflow]
@@ -38,9 +40,6 @@ max_tokens = 8
 [trainer]
 steps = 2000
 batch_size = 3
-[eval]
-before = false
-after = false
 [track]
 trackers = ["jsonl"]
 plot = false

@@ -22,7 +22,7 @@ Trust = Annotated[
     Parameter(negative="", show_default=False, help="Run what the config.json of another's run folder names."),
 ]
 _CODE = re.compile(r"[\w./~-]+:[A-Za-z_][\w.]*")
-_SHOWN = 8
+_SHOWN, _LONGEST = 8, 200
 
 
 def require_trust(run: Path, trusted: bool) -> None:
@@ -64,7 +64,7 @@ def code_names(run: Path) -> Iterator[str]:
 
 def _names(value: Any, key: str = "") -> Iterator[str]:
     if key == "command" and isinstance(value, list):
-        yield f'"{" ".join(map(str, value))[:80]}"'
+        yield f'"{" ".join(map(str, value))[:_LONGEST]}"'
     elif isinstance(value, dict):
         for name, inner in value.items():
             yield from _names(inner, name)
@@ -72,7 +72,7 @@ def _names(value: Any, key: str = "") -> Iterator[str]:
         for inner in value:
             yield from _names(inner)
     elif isinstance(value, str) and _CODE.fullmatch(value):
-        yield f'"{value[:80]}"'
+        yield f'"{value[:_LONGEST]}"'
 
 
 def _user(number: int) -> str:

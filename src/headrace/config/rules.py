@@ -52,7 +52,8 @@ def warn_of_long_intervals(config: RunConfig) -> None:
     trainer = config.trainer
     if trainer.save_every > trainer.steps:
         warnings.warn(
-            f"trainer.save_every = {trainer.save_every} saves no checkpoint: the run has {trainer.steps} steps",
+            f"trainer.save_every = {trainer.save_every} is above trainer.steps = {trainer.steps}: "
+            f"it saves no checkpoint on the way",
             stacklevel=3,
         )
     if config.eval.every >= max(trainer.steps, 2):  # after the last step eval.after decides

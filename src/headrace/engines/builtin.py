@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import TypeVar
 
 from headrace.config import RunConfig
 from headrace.engines.base import EngineAbilities, ModelHost, RolloutEngine, SamplingParams
@@ -10,6 +10,7 @@ from headrace.engines.placement import DETERMINISTIC_ROWS, engine_threads, takes
 from headrace.engines.process.engine import ProcessEngine
 from headrace.engines.process.wire import EngineOptions
 from headrace.engines.torch.engine import TorchEngine, usable_length
+from headrace.errors import ConfigError
 from headrace.weights.in_place import InPlace
 from headrace.weights.shared_memory import SharedWeights
 
@@ -25,10 +26,11 @@ class BuiltinEngine:
 
 
 torch_engine = BuiltinEngine()
+S = TypeVar("S")
 
 
 def _in_place(config: RunConfig, host: ModelHost) -> TorchEngine:
-    section, given = config.engine, cast(InPlace, host.sender)
+    section, given = config.engine, _sender(host, InPlace)
     given.model.decode_with(section.weights)
     return TorchEngine(
         given.model,
@@ -62,7 +64,17 @@ def _in_process(config: RunConfig, host: ModelHost) -> ProcessEngine:
         cache_on_publish=section.cache_on_publish,
         threads=engine_threads(config),
     )
-    return ProcessEngine(cast(SharedWeights, host.sender), options)
+    return ProcessEngine(_sender(host, SharedWeights), options)
+
+
+def _sender(host: ModelHost, kind: type[S]) -> S:
+    """The backend's sender, which a backend of one's own may have made of anything."""
+    if not isinstance(host.sender, kind):
+        raise ConfigError(
+            f'engine "torch" needs a backend whose sender is {kind.__module__}:{kind.__name__}, got '
+            f"{type(host.sender).__name__}; return one from the backend's host(), or set engine.name to another engine"
+        )
+    return host.sender
 
 
 def _defaults(config: RunConfig) -> SamplingParams:

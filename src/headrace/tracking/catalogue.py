@@ -65,10 +65,15 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("response/cut_share", "share", _MEAN, "episodes that ended by a token limit"),
     ),
     "Episodes": (
-        Metric("episodes/dispatched", "episodes", _LAST, "started since the process began: the sum of the next five"),
-        Metric("episodes/trained", "episodes", _LAST, "trained"),
-        Metric("episodes/filtered", "episodes", _LAST, "dropped by a filter"),
-        Metric("episodes/failed", "episodes", _LAST, "failed"),
+        Metric(
+            "episodes/dispatched",
+            "episodes",
+            _LAST,
+            "started since the run began: the sum of the next five",
+        ),
+        Metric("episodes/trained", "episodes", _LAST, "episodes that were trained"),
+        Metric("episodes/filtered", "episodes", _LAST, "episodes that a filter dropped"),
+        Metric("episodes/failed", "episodes", _LAST, "episodes that failed"),
         Metric("episodes/stale", "episodes", _LAST, "dropped by the staleness policy `drop`"),
         Metric("episodes/pending", "episodes", _LAST, "running, or waiting to be trained"),
         Metric(
@@ -79,12 +84,17 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         ),
         Metric("episodes/reused", "episodes", _SUM, "of this step that were trained before (`produce.reuse`)"),
         Metric("batch/failed", "episodes", _SUM, "failed ones in the groups of this step, if there are any"),
-        Metric("judge/failed", "calls", _LAST, "that failed since the process began; their episodes failed, too"),
+        Metric(
+            "judge/failed",
+            "calls",
+            _LAST,
+            "judge calls that failed since the process began, and with them their episodes",
+        ),
         Metric(
             "user_code/abandoned",
             "calls",
             _LAST,
-            "of your code that did not stop when they were cancelled, if any",
+            "calls of your code that did not stop when they were cancelled, if any",
         ),
     ),
     "Tokens and time": (

@@ -116,3 +116,13 @@ def test_what_does_not_fit_is_refused_with_the_remedy(
 )
 def test_an_engine_need_not_be_able_to_do_what_the_run_does_not_ask_for(engine: str, sections: dict[str, Any]) -> None:
     assert choose(config(engine, **sections)).transport == "in_place"
+
+
+def test_the_torch_engine_says_which_sender_it_needs() -> None:
+    from headrace.engines.builtin import torch_engine
+
+    for placement, kind in (("colocate", "InPlace"), ("separate", "SharedWeights")):
+        config = build_config({"trainer": {"placement": placement}})
+        host = AnyBackend(config).host("in_place")
+        with pytest.raises(ConfigError, match=rf'engine "torch" needs a backend whose sender is .*:{kind}'):
+            torch_engine(config, host)
