@@ -307,7 +307,7 @@ def test_an_interval_longer_than_the_run_is_a_warning() -> None:
     with pytest.warns(UserWarning) as warned:
         UnifiedTrainer(values)
     assert [str(one.message) for one in warned] == [
-        "trainer.save_every = 20 saves no checkpoint: the run has 2 steps",
+        "trainer.save_every = 20 is above trainer.steps = 2: it saves no checkpoint on the way",
         "eval.every = 10 evaluates nothing before the end: the run has 2 steps",
     ]
 
