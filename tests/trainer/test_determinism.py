@@ -177,7 +177,8 @@ def trained_apart(config: RunConfig, threads: str | None, stop_after: int | None
 
 def environment_with(threads: str | None) -> dict[str, str]:
     plain = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_", "MKL_"))}
-    return plain | {"PYTHONPATH": str(Path(__file__).parents[1])} | ({"OMP_NUM_THREADS": threads} if threads else {})
+    folders = os.pathsep.join(map(str, Path(__file__).parents[:2]))
+    return plain | {"PYTHONPATH": folders} | ({"OMP_NUM_THREADS": threads} if threads else {})
 
 
 @pytest.mark.slow
