@@ -5,15 +5,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from headrace.models.packed import PackedRows
 from headrace.models.parts import Parts
+from headrace.models.row_attention import needs_own_attention
 from headrace.models.sequential_decoding import SequentialDecoder
 from headrace.models.slot_attention import use_slot_attention
 from headrace.models.slot_cache import DecodeStep, PrefillStep, SlotKeyValues
+from headrace.models.transfer import upload
 
 _log = logging.getLogger("headrace")
 _FILLED = 0.6  # a row shorter than this share of its batch's longest goes into the next batch
@@ -39,40 +42,38 @@ class BatchedDecoder:
     def prefill(
         self, cache: SlotKeyValues, rows: PackedRows, slots: Sequence[int], begin: Sequence[int] | None
     ) -> None:
-        ids = rows.ids_N[rows.where_T].split(rows.lengths)
+        """Rows of similar length together. They are on the host, as what is made of them is until it is complete."""
+        ids = np.split(rows.ids_N.numpy()[rows.where_T.numpy()], np.cumsum(rows.lengths)[:-1])
         firsts = begin or [0] * len(slots)
-        order = sorted(range(len(slots)), key=lambda row: -rows.lengths[row])
         batches: list[list[int]] = []
-        for row in order:
-            alone = self.one_by_one or not batches or rows.lengths[row] < _FILLED * rows.lengths[batches[-1][0]]
-            if alone or bool(firsts[row]) != bool(firsts[batches[-1][0]]):
+        for row in sorted(range(len(slots)), key=lambda row: (bool(firsts[row]), -rows.lengths[row])):
+            longest = batches[-1][0] if batches else row
+            similar = rows.lengths[row] >= _FILLED * rows.lengths[longest] and bool(firsts[row]) == bool(
+                firsts[longest]
+            )
+            if self.one_by_one or not batches or not similar:
                 batches.append([])
             batches[-1].append(row)
         for batch in batches:
-            self._prefill(cache, [ids[row] for row in batch], [slots[row] for row in batch], [firsts[r] for r in batch])
+            self._prefill(cache, [(ids[row], slots[row], firsts[row]) for row in batch])
 
-    def _prefill(
-        self, cache: SlotKeyValues, rows: Sequence[Tensor], slots: Sequence[int], begin: Sequence[int]
-    ) -> None:
-        device = self._parts.device
-        lengths = [len(row) for row in rows]
-        longest = max(lengths)
-        begin_R, slots_R, lengths_R = torch.tensor([begin, slots, lengths], device=device)
-        columns_L = torch.arange(longest, device=device)
-        ids_RL = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
-        row_T, column_T = torch.nonzero(columns_L < lengths_R[:, None], as_tuple=True)
-        past = max(begin)
-        positions_RL = begin_R[:, None] + columns_L
-        cache.step = PrefillStep(
-            row_T, column_T, slots_R[row_T], positions_RL[row_T, column_T], begin_R, past + longest, past,
-            slots_R if past else None,
-        )  # fmt: skip
-        # the padding of a row that continues much could stand beyond the last position that the model knows
-        positions_RL = positions_RL.minimum((begin_R + lengths_R - 1)[:, None])
-        self._parts.run(ids_RL, last_only=True, position_ids=positions_RL, past_key_values=cache, use_cache=True)
+    def _prefill(self, cache: SlotKeyValues, rows: Sequence[tuple[np.ndarray, int, int]]) -> None:
+        lengths = np.array([len(ids) for ids, _, _ in rows])
+        slots, begin = np.array([slot for _, slot, _ in rows]), np.array([first for _, _, first in rows])
+        longest, past = int(lengths.max()), int(begin.max())
+        columns = np.arange(longest)
+        row_of, column_of = np.nonzero(columns < lengths[:, None])
+        padded = np.zeros((len(rows), longest), dtype=np.int64)
+        padded[row_of, column_of] = np.concatenate([ids for ids, _, _ in rows])
+        # padding repeats the last position: the one after it may be beyond what the model knows
+        at = begin[:, None] + np.minimum(columns, lengths[:, None] - 1)
+        written = (row_of, column_of, slots[row_of], at[row_of, column_of])
+        ids_RL, at_RL, slots_R, *step = upload([padded, at, slots, *written, begin], self._parts.device)
+        cache.step = PrefillStep(*step, past + longest, past, slots_R if past else None)
+        self._parts.run(ids_RL, last_only=True, position_ids=at_RL, past_key_values=cache, use_cache=True)
 
     def decode(self, cache: SlotKeyValues, ids_B: Tensor, lengths: Sequence[int]) -> Tensor:
-        lengths_B = torch.tensor(lengths, device=ids_B.device)
+        ids_B, lengths_B = upload([ids_B.numpy(), np.array(lengths)], self._parts.device)
         if not self.one_by_one:
             return self._decode(cache, 0, ids_B, lengths_B, max(lengths) + 1)
         each = enumerate(zip(ids_B.split(1), lengths_B.split(1), lengths, strict=True))
@@ -115,6 +116,8 @@ def choose_decoder(parts: Parts) -> BatchedDecoder | SequentialDecoder:
         return SequentialDecoder(parts)
     rows = [[(7 * i + 3 * length) % parts.config.vocab_size for i in range(length)] for length in _PROBE]
     plain = parts.whole.config._attn_implementation
+    if needs_own_attention(parts.whole):
+        parts.whole.config._attn_implementation = "eager"  # torch's would leave a cap out
     want_BV = _each(parts, rows)
     decoder = BatchedDecoder(parts)
     far = ((_together(decoder, parts, rows) - want_BV).abs().amax(-1) / want_BV.std(-1)).max()
@@ -142,6 +145,6 @@ def _together(decoder: BatchedDecoder, parts: Parts, rows: Sequence[Sequence[int
     cache = decoder.new_cache()
     cache.ensure(len(rows), max(map(len, rows)))
     begun = [row[:-1] for row in rows if len(row) > 1]
-    decoder.prefill(cache, PackedRows.from_rows(begun, device=parts.device), range(len(begun)), None)
-    ids_B = torch.tensor([row[-1] for row in rows], device=parts.device)
+    decoder.prefill(cache, PackedRows.from_rows(begun), range(len(begun)), None)
+    ids_B = torch.tensor([row[-1] for row in rows])
     return decoder.logits(decoder.decode(cache, ids_B, [len(row) - 1 for row in rows])).float()

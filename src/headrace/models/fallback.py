@@ -1,4 +1,4 @@
-"""Any causal language model through its own transformers forward: right-padded batches, decoding in slots."""
+"""Any causal language model through its own transformers forward: packed rows, decoding in slots."""
 
 from __future__ import annotations
 
@@ -13,23 +13,14 @@ from headrace.models.batched_decoding import choose_decoder
 from headrace.models.causal import Draws, require_no_copy
 from headrace.models.modules import copy_modules, copy_weights, trained_parameters
 from headrace.models.packed import PackedRows
+from headrace.models.packed_forward import PackedForward
 from headrace.models.parts import Parts
-
-
-def _padded_index(rows: PackedRows) -> tuple[int, int, Tensor | None]:
-    """(rows, longest, index of each token in a right-padded [rows * longest] layout; None if nothing is padded)."""
-    count, longest = len(rows.lengths), max(rows.lengths)
-    if min(rows.lengths) == longest:
-        return count, longest, None
-    lengths_R = torch.tensor(rows.lengths, device=rows.ids_N.device)
-    starts_R = torch.arange(count, device=rows.ids_N.device) * longest
-    return count, longest, starts_R.repeat_interleave(lengths_R) + rows.positions_N
 
 
 class TransformersModel:
     """The model's own forward. Slower than the fast path, and right for every architecture."""
 
-    def __init__(self, hf_model: Any) -> None:
+    def __init__(self, hf_model: Any, attention: str = "auto") -> None:
         self._trained = trained_parameters(hf_model)
         # modules of its own: the learner's may be in training mode, where checkpointing drops the cache, or have their
         # adapters switched off for a moment
@@ -41,7 +32,9 @@ class TransformersModel:
         self._row_block = 0
         self.vocabulary: int = self._learner.config.vocab_size
         self.max_length = self._learner.max_length
-        self.shares_prefixes = False
+        self._forward = PackedForward(self._learner, attention)
+        self.attention = self._forward.kernel
+        self.shares_prefixes = self.attention != "padded"
         self.continues_prefixes = self._decoder.continues_prefixes
 
     @property
@@ -58,15 +51,7 @@ class TransformersModel:
         self._row_block, self._decoder.one_by_one = rows, rows > 0
 
     def hidden(self, rows: PackedRows) -> Tensor:
-        count, longest, index_N = _padded_index(rows)
-        if index_N is None:
-            return self._learner.run(rows.ids_N.view(count, longest), use_cache=False)[0].flatten(0, 1)
-        ids = rows.ids_N.new_zeros(count * longest).index_copy(0, index_N, rows.ids_N)
-        mask = torch.zeros_like(ids).index_fill(0, index_N, 1)
-        padded, _ = self._learner.run(
-            ids.view(count, longest), attention_mask=mask.view(count, longest), use_cache=False
-        )
-        return padded.flatten(0, 1).index_select(0, index_N)
+        return self._forward.hidden(rows)
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         return self._learner.logits(hidden_ND)
@@ -86,7 +71,7 @@ class TransformersModel:
     def copy(self) -> TransformersModel:
         copied_modules = copy_weights(self._twin, self._trained)
         Parts(copied_modules).whole.config._attn_implementation = self._attention
-        copied = TransformersModel(copied_modules)
+        copied = TransformersModel(copied_modules, self.attention)
         copied.row_block = self.row_block
         return copied
 

@@ -18,14 +18,15 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
 
+from headrace.models.row_attention import needs_own_attention
+
 GROUPED, EAGER = "headrace_grouped", "headrace_eager"
 """Attention for models whose attention torch's covers, and for others: a model's own, with caps or sinks."""
 
 
 def use_slot_attention(hf_model: Any) -> None:
     """Let the model's attention work on slots; it computes what it computed before."""
-    own = hf_model.config._attn_implementation == "eager" or not hf_model._supports_sdpa
-    hf_model.config._attn_implementation = EAGER if own else GROUPED
+    hf_model.config._attn_implementation = EAGER if needs_own_attention(hf_model) else GROUPED
 
 
 def _slot_mask(

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from headrace.backends.base import Scorer, Trained
 from headrace.backends.local.frozen import FrozenModel, score_rows
 from headrace.backends.local.host import eos_token_ids
+from headrace.backends.local.masters import MasterWeights
+from headrace.backends.local.offload import HostState
 from headrace.backends.local.optim import apply_gradient, new_adamw
 from headrace.backends.local.storage import (
     State,
@@ -24,24 +28,28 @@ from headrace.backends.local.storage import (
 )
 from headrace.backends.local.teacher import Teacher
 from headrace.backends.local.token_losses import (
+    MicroBatch,
     loss_context,
-    record_losses,
-    require_finite,
+    rejects_rows,
     require_trainable,
+    settle,
     token_losses,
     without_rejected,
 )
 from headrace.backends.local.tokens import TokenTensors
 from headrace.config import AlgorithmSection, RunConfig
 from headrace.data.episode import Step
-from headrace.data.sample import TrainBatch
+from headrace.data.sample import Sample, TrainBatch
 from headrace.engines.placement import DETERMINISTIC_ROWS, learner_threads
 from headrace.errors import BackendError
 from headrace.models.causal import build_causal_model
+from headrace.models.device import CPU, forward_dtype, master_dtype, prepare, resolve_device
+from headrace.models.device_memory import DeviceMemory, explained
 from headrace.models.load import load_model, load_tokenizer
 from headrace.models.logprobs import target_logprobs, wide_dtype
 from headrace.models.modules import lay_end_to_end
 from headrace.models.packed import PackedRows
+from headrace.models.transfer import download
 from headrace.tracking.metrics import MetricsAggregator
 from headrace.utils.memory import keep_freed_memory
 
@@ -57,7 +65,10 @@ class Learner:
             torch.set_num_threads(threads)
         keep_freed_memory()
         self.config = config
-        self._loss_dtype = wide_dtype(getattr(torch, config.model.dtype))
+        self.device = resolve_device(config.model.device)
+        prepare(self.device, config.model.tf32, config.run.deterministic)
+        self._dtype = forward_dtype(config.model)
+        self._loss_dtype = wide_dtype(self._dtype)
         self.scoring = threading.Lock()
         torch.manual_seed(config.run.seed)
         self.tokenizer = load_tokenizer(config.model.name)
@@ -65,13 +76,18 @@ class Learner:
         self.hf_model.train()
         if config.trainer.placement == "separate":
             lay_end_to_end(self.hf_model)  # a weight sync copies all of it
-        self.model = build_causal_model(self.hf_model, config.model.fast_path)
+        self.model = build_causal_model(self.hf_model, config.model.fast_path, config.model.attention)
         self.model.row_block = DETERMINISTIC_ROWS if config.run.deterministic else 0
         self.model.shares_prefixes &= config.backend.share_prefixes
         if config.backend.gradient_checkpointing:
             self._checkpoint_gradients()
         self.value_head = self._new_value_head() if config.algorithm.value_head else None
-        self.optimizer = new_adamw([p for p in self.modules().parameters() if p.requires_grad], config.optimizer)
+        trained = [p for p in self.modules().parameters() if p.requires_grad]
+        self.masters = MasterWeights(trained, master_dtype(config.model, config.optimizer))
+        self.optimizer = new_adamw(self.masters.optimized, config.optimizer)
+        offloads = config.optimizer.offload and self.device != CPU
+        self._host = HostState(self.optimizer, self.masters.tensors(), self.device) if offloads else None
+        self._memory = DeviceMemory(self.device)
         self.reference: FrozenModel | None = None
         self.teacher: Teacher | None = None
 
@@ -87,6 +103,7 @@ class Learner:
 
     def forward_backward(self, batch: TrainBatch, algorithm: AlgorithmSection) -> Trained:
         """Add the gradient of the batch's summed, weighted token losses to what has accumulated."""
+        self._memory.begin_training()
         metrics = MetricsAggregator()
         found: list[tuple[float, ...]] = [()] * len(batch.samples)
         rejected: set[int] = set()
@@ -94,26 +111,41 @@ class Learner:
         share = self.model.shares_prefixes
         for indices in batch.micro_batches:
             samples = [batch.samples[i] for i in indices]
-            tokens = TokenTensors(samples, [batch.weights[i] for i in indices], self._loss_dtype, share)
-            hidden_MD = self.model.hidden(tokens.rows).index_select(0, tokens.where_M)
-            logprobs_M, entropy_M = self._head(hidden_MD, tokens, bool(algorithm.entropy_coef))
-            context = loss_context(tokens, logprobs_M, algorithm, self.config.dpo.beta)
-            loss_M, loss_metrics, rejected_R = token_losses(context, samples, entropy_M, tokens.sampled_M)
-            if bool(tokens.valued_M.any()):  # other roles of the micro-batch may have no returns
-                error_M = 0.5 * (self._values(hidden_MD) - tokens.returns_M) ** 2 * tokens.valued_M
-                loss_M = without_rejected(loss_M + algorithm.value_coef * error_M, rejected_R, tokens.row_M)
-                loss_metrics["value/loss"] = error_M.detach()[tokens.valued_M]
-            require_finite(loss_M, tokens.row_M, batch, indices)
-            (loss_M * tokens.weights_M).sum().backward()
-            record_losses(metrics, loss_M[~rejected_R[tokens.row_M]], entropy_M, loss_metrics)
-            rejected |= {indices[row] for row in rejected_R.nonzero().flatten().tolist()}
-            for index, part in zip(indices, logprobs_M.detach().split(tokens.counts), strict=True):
-                found[index] = tuple(part.tolist())
+            tokens = TokenTensors(samples, [batch.weights[i] for i in indices], self._loss_dtype, share, self.device)
+            with explained(self.device, self.config.backend, "a micro-batch", len(tokens.rows.ids_N)):
+                losses = self._losses(tokens, samples, algorithm)
+                (losses.loss_M * tokens.weights_M).sum().backward()
+            settled = settle(losses, tokens, batch, indices, metrics)
+            rejected |= {indices[row] for row in settled.rejected}
+            for index, part in zip(indices, settled.logprobs, strict=True):
+                found[index] = part
         return Trained(metrics, tuple(found), frozenset(rejected))
+
+    def _losses(self, tokens: TokenTensors, samples: Sequence[Sample], algorithm: AlgorithmSection) -> MicroBatch:
+        """The loss of every trained token of a micro-batch. Nothing here makes the host wait for the device."""
+        hidden_MD = self.model.hidden(tokens.rows).index_select(0, tokens.where_M)
+        logprobs_M, entropy_M = self._head(hidden_MD, tokens, bool(algorithm.entropy_coef))
+        context = loss_context(tokens, logprobs_M, algorithm, self.config.dpo.beta)
+        loss_M, loss_metrics, rejected_R = token_losses(context, samples, entropy_M, tokens.sampled_M)
+        if tokens.valued_K is not None:  # other roles of the micro-batch may have no returns
+            valued_M = torch.zeros_like(loss_M).index_fill(0, tokens.valued_K, 1.0)
+            error_M = 0.5 * (self._values(hidden_MD) - tokens.returns_M) ** 2 * valued_M
+            loss_M = without_rejected(loss_M + algorithm.value_coef * error_M, rejected_R, tokens.row_M)
+            loss_metrics["value/loss"] = error_M.detach().index_select(0, tokens.valued_K)
+        return MicroBatch(logprobs_M, loss_M, entropy_M, loss_metrics, rejected_R, rejects_rows(algorithm))
 
     def optim_step(self, lr: float, grad_scale: float) -> MetricsAggregator:
         """Scale the accumulated gradient, clip it, apply it, and forget it."""
-        return apply_gradient(self.optimizer, lr, grad_scale, self.config.optimizer.grad_clip)
+        there = nullcontext() if self._host is None else self._host.on_device()
+        with explained(self.device, self.config.backend, "the optimizer's step"), there, self.masters.stepping():
+            metrics = apply_gradient(self.optimizer, lr, grad_scale, self.config.optimizer.grad_clip)
+        metrics.record_all(self._memory.end_training())
+        return metrics
+
+    def clear_gradients(self) -> None:
+        """Forget what has accumulated."""
+        self.masters.clear()
+        self.optimizer.zero_grad(set_to_none=True)
 
     def logprobs(self, batch: TrainBatch, of: Scorer = "policy") -> list[list[float]]:
         """Per sample, the log-probability of every target at the sample's temperature."""
@@ -136,8 +168,8 @@ class Learner:
         found: list[list[float]] = [[] for _ in batch.samples]
         for indices in batch.micro_batches:
             rows = [batch.samples[i].tokens[:-1] for i in indices]
-            packed = PackedRows.from_rows(rows, self.model.shares_prefixes)
-            values_T = self._values(self.model.hidden(packed))[packed.where_T]
+            packed, _ = PackedRows.from_rows(rows, self.model.shares_prefixes).to(self.device)
+            (values_T,) = download([self._values(self.model.hidden(packed)).index_select(0, packed.where_T)])
             for index, part in zip(indices, values_T.split(packed.lengths), strict=True):
                 found[index] = part.tolist()
         return found
@@ -152,7 +184,7 @@ class Learner:
 
     def state(self) -> State:
         """What `save` writes: the live tensors, which training changes."""
-        state = collect_state(self.modules(), self.optimizer)
+        state = collect_state(self.modules(), self.optimizer, self.masters)
         if self.teacher is not None and self.teacher.refreshed:  # else it is loaded again from the model
             state |= collect_teacher(self.teacher.hf_model, self.weights())
         return state
@@ -163,7 +195,9 @@ class Learner:
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote."""
-        load_state(folder, self.modules(), self.optimizer)
+        load_state(folder, self.modules(), self.optimizer, self.masters)
+        if self._host is not None:
+            self._host.to_host()
         self.teacher = None
         weights = load_teacher(folder, self.weights()) if self.config.distill.refresh_every else None
         if weights is not None:
@@ -190,13 +224,18 @@ class Learner:
 
     def _new_value_head(self) -> torch.nn.Linear:
         width = self.hf_model.config.get_text_config().hidden_size
-        head = torch.nn.Linear(width, 1, dtype=getattr(torch, self.config.model.dtype))
+        head = torch.nn.Linear(width, 1, dtype=self._dtype, device=self.device)
         torch.nn.init.zeros_(head.weight)  # values start at 0: the first advantages are the rewards
         torch.nn.init.zeros_(head.bias)
         return head
 
     def _checkpoint_gradients(self) -> None:
+        every = self.config.backend.checkpoint_every
         if hasattr(self.model, "gradient_checkpointing"):
             self.model.gradient_checkpointing = True  # type: ignore[attr-defined]
-        else:
-            self.hf_model.gradient_checkpointing_enable()
+            self.model.checkpoint_every = every  # type: ignore[attr-defined]
+            return
+        self.hf_model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        layers = [module for module in self.hf_model.modules() if isinstance(module, GradientCheckpointingLayer)]
+        for number, layer in enumerate(layers):
+            layer.gradient_checkpointing = number % every == 0
