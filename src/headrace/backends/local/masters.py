@@ -54,8 +54,8 @@ class MasterWeights:
     @torch.no_grad()
     def write_back(self) -> None:
         """Round the copies into the parameters."""
-        if self._masters:
-            torch._foreach_copy_(list(self._masters), list(self._masters.values()))
+        for parameter, master in self._masters.items():  # which may be in host memory
+            parameter.copy_(master)
 
     def tensors(self) -> list[nn.Parameter]:
         """The copies."""

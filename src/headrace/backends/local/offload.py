@@ -34,7 +34,8 @@ class HostState:
     def to_host(self) -> None:
         """Copy everything to the host; its memory on the device is free then."""
         for number, master in enumerate(self._masters):
-            master.data = self._held((number, "master"), master.data)
+            if master.device != CPU:
+                _become(master, self._held((number, "master"), master.detach()))
         for number, (key, value) in enumerate(self._moments()):
             self._optimizer.state[key[0]][key[1]] = self._held((number, f"moment {key[1]}"), value)
         if self._device.type == "cuda":
@@ -42,7 +43,7 @@ class HostState:
 
     def _to_device(self) -> None:
         for master in self._masters:
-            master.data = master.data.to(self._device, non_blocking=True)
+            _become(master, master.detach().to(self._device, non_blocking=True))
         for (parameter, name), value in self._moments():
             self._optimizer.state[parameter][name] = value.to(self._device, non_blocking=True)
 
@@ -58,3 +59,8 @@ class HostState:
             pin = self._device.type == "cuda"
             kept = self._kept[key] = torch.empty(value.shape, dtype=value.dtype, device=CPU, pin_memory=pin)
         return kept.copy_(value, non_blocking=True)
+
+
+def _become(parameter: nn.Parameter, other: Tensor) -> None:
+    """Let a parameter be another tensor, on whatever device: the optimizer knows it by its identity."""
+    torch.utils.swap_tensors(parameter, nn.Parameter(other, requires_grad=parameter.requires_grad))
