@@ -165,7 +165,7 @@ async def timed_pass(backend: LocalBackend, batch: TrainBatch) -> float:
     began = time.perf_counter()
     await backend.forward_backward(batch, IMITATE)
     seconds = time.perf_counter() - began
-    backend.optimizer.zero_grad()
+    backend.learner.optimizer.zero_grad()
     return seconds
 
 
@@ -191,7 +191,7 @@ async def utilisation(setup: Setup) -> dict[str, Any]:
         open_backend(setup.config(share_prefixes=True)) as sharing,
         open_backend(setup.config(share_prefixes=False)) as plain,
     ):
-        config = sharing.hf_model.config
+        config = sharing.learner.hf_model.config
         different, grouped = (new_batch(config.vocab_size, ROWS, group, PROMPT, REPLY) for group in (1, GROUP))
         cases = {"all different": (sharing, different), shared: (sharing, grouped), unshared: (plain, grouped)}
         works = {name: work_of(batch, config) for name, (_, batch) in cases.items()}
@@ -247,14 +247,14 @@ async def lengths(setup: Setup) -> dict[str, Any]:
     rows, longest = (6, 128) if setup.quick else (8, 512)
     sizes = [round(16 * (longest / 16) ** (i / (rows - 1))) for i in range(rows)]
     async with open_backend(setup.config()) as backend:
-        vocabulary, chance = backend.hf_model.config.vocab_size, random.Random(0)
+        vocabulary, chance = backend.learner.hf_model.config.vocab_size, random.Random(0)
         samples = [
             new_sample(random_ids(8, vocabulary, chance), random_ids(size - 8, vocabulary, chance)) for size in sizes
         ]
         batch = pack(samples, IMITATE, 8192)
         trained = await backend.forward_backward(batch, IMITATE)
         expected = -sum(sum(row) for row in trained.logprobs)
-        padded = PaddedPass(backend.hf_model, samples)
+        padded = PaddedPass(backend.learner.hf_model, samples)
         names = ("packed", "padded, head on trained tokens", "padded, head on all")
         seconds = await take_turns(
             {
@@ -316,7 +316,7 @@ async def logits(setup: Setup) -> dict[str, Any]:
         open_backend(setup.config(logits_chunk=chunks["in chunks"])) as chunked,
         open_backend(setup.config(logits_chunk=chunks["all together"])) as together,
     ):
-        batch = new_batch(chunked.hf_model.config.vocab_size, ROWS, 1, PROMPT, REPLY)
+        batch = new_batch(chunked.learner.hf_model.config.vocab_size, ROWS, 1, PROMPT, REPLY)
         seconds = await take_turns(
             {"in chunks": lambda: timed_pass(chunked, batch), "all together": lambda: timed_pass(together, batch)},
             setup.rounds,
@@ -368,9 +368,9 @@ def in_fresh_process(settings: dict[str, Any], rows: int, prompt: int, reply: in
 def _growth_mb(settings: dict[str, Any], rows: int, prompt: int, reply: int) -> float:
     config = build_config(settings)
     backend = LocalBackend(config)
-    vocabulary = backend.hf_model.config.vocab_size
+    vocabulary = backend.learner.hf_model.config.vocab_size
     batch = new_batch(vocabulary, rows, 1, prompt, reply, config.backend.micro_batch_tokens)
-    fingerprint(trained_parameters(backend.hf_model))  # reads every weight: some may have been in the file only
+    fingerprint(trained_parameters(backend.learner.hf_model))  # reads every weight: some may have been in the file only
     reset_peak()
     before = peak_mb()
     asyncio.run(timed_pass(backend, batch))

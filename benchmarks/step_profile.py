@@ -32,7 +32,7 @@ from headrace.backends.local.tokens import TokenTensors
 from headrace.engines.torch.lane import Lane
 from headrace.models.catalog import resolve_model
 from headrace.models.llama import LlamaModel
-from headrace.trainer.learner_step import Learner
+from headrace.trainer.learner_step import LearnerStep
 from headrace.trainer.loops import TrainingLoops
 from headrace.weights.sync import WeightSync
 
@@ -41,7 +41,7 @@ PARTS: tuple[tuple[str, type, str], ...] = (
     ("- engine", Lane, "advance"),
     ("  - prefill", LlamaModel, "prefill"),
     ("  - decoding and sampling", LlamaModel, "decode_and_sample"),
-    ("- learner", Learner, "learn"),
+    ("- learner", LearnerStep, "learn"),
     ("  - tensors of the tokens", TokenTensors, "__init__"),
     ("  - forward pass", LlamaModel, "hidden"),
     ("  - backward pass", torch.Tensor, "backward"),

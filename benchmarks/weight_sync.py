@@ -61,8 +61,8 @@ class SyncedPair:
         self.engine = torch_engine(config, host)
         self._weights, self._sender = host.weights, host.sender
         self._sync = WeightSync(host.weights, host.sender, self.engine)
-        self.nbytes = sum(parameter.nbytes for parameter in trained_parameters(self.backend.hf_model))
-        self._batch = new_batch(self.backend.hf_model.config.vocab_size, 1, 1, 4, 4)
+        self.nbytes = sum(parameter.nbytes for parameter in trained_parameters(self.backend.learner.hf_model))
+        self._batch = new_batch(self.backend.learner.hf_model.config.vocab_size, 1, 1, 4, 4)
         self._version = 0
         self._source = torch.ones(self.nbytes // 4)
         self._target = torch.ones(self.nbytes // 4)

@@ -243,7 +243,7 @@ class Watch:
         from headrace.run import checkpoint_writer as saving
         from headrace.tracking.base import TrackerSet
         from headrace.trainer import setup, trainer
-        from headrace.trainer.learner_step import Learner
+        from headrace.trainer.learner_step import LearnerStep
 
         plain = {"dispatched": "dispatched", "started": "started", "called": "called", "finished": "finished",
                  "batch": "batch", "flushed": "flushed", "committed": "committed", "published": "published",
@@ -252,7 +252,7 @@ class Watch:
             self._wrap(Ledger, method, lambda event=event, **_: event)
         self._wrap(Ledger, "resulted", lambda kind, **_: "tool" if kind == "tool" else "judged")
         self._wrap(Ledger, "decided", lambda state, **_: "trained" if state == "trained" else "whole")
-        self._wrap(Learner, "update", lambda **_: "update")
+        self._wrap(LearnerStep, "update", lambda **_: "update")
         self._wrap(TrackerSet, "log", lambda **_: "tracked")
         self._wrap(saving.CheckpointWriter, "_write", lambda **_: "checkpoint")
         self._wrap(saving.manifest, "seal", lambda **_: "sealed")

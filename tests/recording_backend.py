@@ -45,7 +45,7 @@ class WatchedBackend(LocalBackend):
         self.referenced: list[tuple[Sample, ...]] = []
         self.taught: list[tuple[tuple[Step, ...], list[list[float]]]] = []
         self.teachers: list[tuple[int, dict[str, Tensor]]] = []
-        self.sent: dict[int, dict[str, Tensor]] = {0: snapshot(self.hf_model)}
+        self.sent: dict[int, dict[str, Tensor]] = {0: snapshot(self.learner.hf_model)}
         WatchedBackend.made.append(self)
 
     async def forward_backward(self, batch: TrainBatch, algorithm: AlgorithmSection) -> Trained:
@@ -59,9 +59,9 @@ class WatchedBackend(LocalBackend):
 
     async def teacher_logprobs(self, steps: Sequence[Step]) -> list[list[float]]:
         found = await super().teacher_logprobs(steps)
-        assert self._teacher is not None
+        assert self.learner.teacher is not None
         self.taught.append((tuple(steps), found))
-        self.teachers.append((id(self._teacher), snapshot(self._teacher.hf_model)))
+        self.teachers.append((id(self.learner.teacher), snapshot(self.learner.teacher.hf_model)))
         return found
 
     def host(self, transport: str) -> ModelHost:
@@ -70,7 +70,7 @@ class WatchedBackend(LocalBackend):
         send = sender.send
 
         async def send_and_keep(version: int) -> None:
-            self.sent[version] = snapshot(self.hf_model)
+            self.sent[version] = snapshot(self.learner.hf_model)
             await send(version)
 
         sender.send = send_and_keep
@@ -109,7 +109,7 @@ def watched_run(
 
 def with_engine(backend: LocalBackend) -> Policy:
     """The backend with the engine of its configuration, and the weight sync between them."""
-    return attach_engine(backend._config, backend, choose(backend._config))
+    return attach_engine(backend.learner.config, backend, choose(backend.learner.config))
 
 
 def make_backend(**sections: Any) -> WatchedBackend:
@@ -129,9 +129,9 @@ def same_weights(one: dict[str, Tensor], two: dict[str, Tensor]) -> bool:
 
 def take_gradient(backend: LocalBackend) -> dict[str, Tensor]:
     """What has accumulated; afterwards nothing has."""
-    named = dict(backend._modules().named_parameters())
+    named = dict(backend.learner.modules().named_parameters())
     found = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
-    backend.optimizer.zero_grad(set_to_none=True)
+    backend.learner.optimizer.zero_grad(set_to_none=True)
     return found
 
 

@@ -51,6 +51,10 @@ class WeightSyncError(BackendError):
     """The engine does not decode with the weights that were sent to it."""
 
 
+class DeviceMemoryError(BackendError):
+    """The device has too little memory for what it was given."""
+
+
 class CheckpointError(BackendError):
     """A checkpoint cannot be written, or is not what was written."""
 

@@ -103,7 +103,7 @@ def test_advantages_are_how_much_likelier_the_teacher_finds_each_token(
         )
         largest = max(largest, *map(abs, wanted))
     assert largest > 0.4
-    assert backend._reference is None
+    assert backend.learner.reference is None
 
 
 def test_a_distilled_role_beside_one_with_rewards_and_a_penalty_on_them(teacher: str, tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ def test_one_teacher_is_refreshed_at_its_versions(rank: int, tmp_path: Path) -> 
         trainer={"steps": 5, "batch_size": 2, "save_last": False},
     )
     assert len(backend.teachers) == 5 and len({number for number, _ in backend.teachers}) == 1  # loaded once
-    trainable = [name for name, p in backend.hf_model.named_parameters() if p.requires_grad]
+    trainable = [name for name, p in backend.learner.hf_model.named_parameters() if p.requires_grad]
     weights = [{name: found[name] for name in trainable} for _, found in backend.teachers]
     policy = {v: {name: found[name] for name in trainable} for v, found in backend.sent.items()}
     if not rank:  # fresh adapters differ, and add nothing
@@ -290,7 +290,7 @@ async def test_a_refresh_before_the_first_question_is_not_lost() -> None:
     await imitate(backend)
     await backend.refresh_teacher()
     await backend.teacher_logprobs([step([5, 6], [7, 8])])
-    assert same_weights(backend.teachers[0][1], snapshot(backend.hf_model))
+    assert same_weights(backend.teachers[0][1], snapshot(backend.learner.hf_model))
     await backend.close()
 
 
@@ -331,10 +331,10 @@ def test_a_resumed_run_continues_with_the_refreshed_teacher(rank: int, tmp_path:
     assert (checkpoint / "teacher.safetensors").is_file()
     UnifiedTrainer(config("part"), solve, TASKS).fit()
     resumed = WatchedBackend.made.pop()
-    trainable = {name for name, p in whole.hf_model.named_parameters() if p.requires_grad}
+    trainable = {name for name, p in whole.learner.hf_model.named_parameters() if p.requires_grad}
     then, now = ({n: w for n, w in b.teachers[-1][1].items() if n in trainable} for b in (whole, resumed))
-    assert same_weights(then, now) and not same_weights(now, snapshot(resumed.hf_model))
-    assert same_weights(snapshot(resumed.hf_model), snapshot(whole.hf_model))
+    assert same_weights(then, now) and not same_weights(now, snapshot(resumed.learner.hf_model))
+    assert same_weights(snapshot(resumed.learner.hf_model), snapshot(whole.learner.hf_model))
 
 
 async def test_a_teacher_that_was_never_refreshed_is_not_in_the_checkpoint(tmp_path: Path) -> None:

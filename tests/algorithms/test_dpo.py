@@ -184,7 +184,7 @@ async def test_the_gradient_of_a_step_is_that_of_the_formula() -> None:
     got = {name: g * grad_scale([batch], algorithm) for name, g in take_gradient(backend).items()}
 
     reference, policy = plain_model(dtype=torch.float64), plain_model(dtype=torch.float64)
-    policy.load_state_dict(backend.hf_model.state_dict())
+    policy.load_state_dict(backend.learner.hf_model.state_dict())
     ahead = []
     for sample in samples:
         mask = torch.tensor(sample.loss_mask, dtype=torch.bool)

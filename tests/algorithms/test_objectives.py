@@ -25,7 +25,7 @@ from headrace.rollout.model_client import Model
 from headrace.scheduling.buffer import FinishedGroup
 from headrace.scheduling.staleness import StalenessPolicy
 from headrace.tracking.metrics import MetricsAggregator
-from headrace.trainer.learner_step import Learner
+from headrace.trainer.learner_step import LearnerStep
 from recording_backend import (
     FLOAT64,
     WatchedBackend,
@@ -87,7 +87,7 @@ async def test_the_reference_is_the_policy_as_the_run_began(rank: int) -> None:
         assert told == pytest.approx(then, abs=1e-5)
         assert told == pytest.approx(plain_logprobs(fresh, sample.tokens).tolist(), abs=1e-4)
         assert max(abs(a - b) for a, b in zip(now, then, strict=True)) > 0.01
-    assert (backend._reference is None) == bool(rank)  # adapters are switched off; no second model
+    assert (backend.learner.reference is None) == bool(rank)  # adapters are switched off; no second model
     await backend.close()
 
 
@@ -185,8 +185,8 @@ def test_kl_in_the_reward_takes_its_sum_off(kind: str, tmp_path: Path) -> None:
 )
 def test_a_second_model_is_loaded_only_if_it_is_used(sections: Any, loaded: bool, tmp_path: Path) -> None:
     _, backend = watched_run(tmp_path, scattered_reward, **sections)
-    assert (backend._reference is not None) == loaded
-    assert backend._teacher is None
+    assert (backend.learner.reference is not None) == loaded
+    assert backend.learner.teacher is None
 
 
 # ---- entropy and corrections ----------------------------------------------------------------------------------------
@@ -281,7 +281,7 @@ async def test_a_step_is_normalised_without_what_is_rejected(aggregation: str) -
     masking = AlgorithmSection.model_validate({**settings, "correction": {"name": "sequence_mask", "low": 0.7}})
 
     async def norm(samples: Sequence[Sample], algorithm: AlgorithmSection, *sizes: int) -> float:
-        learner = Learner(backend._config, backend, _Given(algorithm), StalenessPolicy(0))
+        learner = LearnerStep(backend.learner.config, backend, _Given(algorithm), StalenessPolicy(0))
         left = list(samples)
         for size in sizes:
             piece, left = tuple(left[:size]), left[size:]
@@ -346,7 +346,7 @@ GAE: dict[str, Any] = {
 
 async def test_values_learn_and_advantages_follow_them() -> None:
     backend = make_backend(**GAE)
-    objective = AdvantageObjective(backend._config, backend, ChatTemplate(backend.tokenizer))
+    objective = AdvantageObjective(backend.learner.config, backend, ChatTemplate(backend.tokenizer))
     groups = await sampled_groups(backend)
     losses = []
     for step in range(8):
@@ -388,14 +388,14 @@ def test_a_run_by_values_reports_their_loss_and_starts_from_the_rewards(tmp_path
 async def test_the_value_head_is_in_the_checkpoint(tmp_path: Path) -> None:
     one, two = make_backend(**GAE), make_backend(**GAE)
     samples = [replace(s, returns=s.advantages) for s in random_samples(4, 90)]
-    batch = pack(samples, one._config.algorithm, 512)
-    await train(one, samples, one._config.algorithm, steps=2)
+    batch = pack(samples, one.learner.config.algorithm, 512)
+    await train(one, samples, one.learner.config.algorithm, steps=2)
     await one.save(tmp_path / "state")
     await two.load(tmp_path / "state")
     found = await one.compute_values(batch)
     assert await two.compute_values(batch) == found and any(value for row in found for value in row)
     for backend in (one, two):  # and so are its moments
-        await train(backend, samples, backend._config.algorithm, steps=1)
+        await train(backend, samples, backend.learner.config.algorithm, steps=1)
     assert await two.compute_values(batch) == await one.compute_values(batch)
     await one.close()
     await two.close()
@@ -404,7 +404,7 @@ async def test_the_value_head_is_in_the_checkpoint(tmp_path: Path) -> None:
 async def test_values_learn_beside_a_role_that_has_none() -> None:
     """Rows with and without returns in one micro-batch give the gradients of both."""
     backend = make_backend(**GAE, **FLOAT64)
-    algorithm = backend._config.algorithm
+    algorithm = backend.learner.config.algorithm
     rows = random_samples(6, 90)
     valued = [replace(s, returns=s.advantages, role="solver") for s in rows[:3]]
     plain = [replace(s, role="critic") for s in rows[3:]]

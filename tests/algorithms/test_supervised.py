@@ -54,7 +54,7 @@ async def test_the_supervised_term_adds_coef_times_the_mean_cross_entropy(tmp_pa
     backend = make_backend(**FLOAT64, sft=sft, algorithm={"estimator": "reinforce", "aggregation": "token_mean"})
     groups = await sampled_groups(backend)
     chat = ChatTemplate(backend.tokenizer)
-    objective = AdvantageObjective(backend._config, backend, chat)
+    objective = AdvantageObjective(backend.learner.config, backend, chat)
     rollouts = (await objective.prepare(groups, version=0)).part
     assert rollouts is not None
     completion = objective.complete([rollouts], step=1)
@@ -63,12 +63,12 @@ async def test_the_supervised_term_adds_coef_times_the_mean_cross_entropy(tmp_pa
         await backend.forward_backward(part.batch, part.algorithm)
     got = {name: g * completion.grad_scale for name, g in take_gradient(backend).items()}
     policy, given = rollouts.batch.samples, beside.batch.samples
-    rl = await gradient(backend, policy, backend._config.algorithm)
+    rl = await gradient(backend, policy, backend.learner.config.algorithm)
     imitation = await gradient(backend, given, IMITATE)
     tokens, demonstrated = (sum(s.trained_tokens for s in rows) for rows in (policy, given))
     assert_same_gradient(got, {name: rl[name] / tokens + 0.3 * imitation[name] / demonstrated for name in rl})
     assert len(given) == 2 and demonstrated
-    again = AdvantageObjective(backend._config, backend, chat).complete([rollouts], step=1)
+    again = AdvantageObjective(backend.learner.config, backend, chat).complete([rollouts], step=1)
     assert again.parts[0].batch == beside.batch  # a function of the step alone
     await backend.close()
 

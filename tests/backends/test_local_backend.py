@@ -72,7 +72,7 @@ async def test_an_exported_folder_is_an_ordinary_model(tmp_path: Path, rank: int
 
 async def test_lora_trains_only_the_adapters() -> None:
     backend = make_local(model={"lora": {"rank": 4}})
-    names = [name for name, p in backend.hf_model.named_parameters() if p.requires_grad]
+    names = [name for name, p in backend.learner.hf_model.named_parameters() if p.requires_grad]
     assert names and all("lora_" in name for name in names)
     await backend.close()
 

@@ -112,6 +112,8 @@ RUNS: list[dict[str, Any]] = [
     {"backend": {"name": "tinker"}, "tinker": {"model": "theirs"}, "trainer": {"max_staleness": 2}},
     {"backend": {"name": "tinker"}, "tinker": {"state": "tinker://a/weights/b"}, "trainer": {"max_staleness": 2}},
     {"model": {"lora": {"rank": 4, "dropout": 0.1}}},
+    {"model": {"device": "cuda:1", "dtype": "bfloat16"}},
+    {"model": {"device": "cpu"}, "backend": {"gradient_checkpointing": True}},
     {"trainer": {"max_staleness": 2, "placement": "separate", "save_every": 2, "keep_best": 1}},
     {"trainer": {"max_staleness": 2, "staleness": "count", "save_every_s": 0}},
     {"run": {"deterministic": True}, "ledger": {"enabled": False}},
@@ -150,7 +152,7 @@ VALUES: dict[str, Any] = {
     "gateway.host": "127.0.0.2", "gateway.token": "$NAME",
     "algorithm.roles.x.estimator": "grpo", "algorithm.roles.x.loss": "gspo",
     "filters.drop_terminations": ["length", "turns", "tools", "tokens", "timeout"], "workflow.grouping": "by_step",
-    "rollout.max_episode_tokens": 1000,
+    "rollout.max_episode_tokens": 1000, "model.device": "cuda",
 }  # fmt: skip
 """Values for settings whose type does not say enough."""
 

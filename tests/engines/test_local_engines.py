@@ -53,7 +53,7 @@ class TestSeparateEngine(BackendContract):
 async def changed(backend: LocalBackend) -> str:
     """Change one weight; the fingerprint of all."""
     with torch.no_grad():
-        next(backend.hf_model.parameters()).view(-1)[5] += 1e-3
+        next(backend.learner.hf_model.parameters()).view(-1)[5] += 1e-3
     return await backend._weights.fingerprint()
 
 
@@ -76,7 +76,7 @@ async def test_a_tensor_that_was_dropped_on_the_way_is_an_error(rank: int, monke
     backend, engine, sync = connected(**SEPARATE, model={"lora": {"rank": rank}})
     await soon(sync.sync(1))
     with torch.no_grad():
-        for parameter in backend.hf_model.parameters():
+        for parameter in backend.learner.hf_model.parameters():
             parameter += 0.01 * parameter.requires_grad
     write = SharedWeights.write
 
@@ -111,7 +111,7 @@ async def test_a_shared_engine_that_decodes_with_a_stale_copy_is_found_out() -> 
     """A parameter that was moved elsewhere, while the fused weights still read the old memory."""
     backend, engine, sync = connected()
     await soon(sync.sync(1))
-    weight = backend.hf_model.model.layers[0].self_attn.q_proj.weight
+    weight = backend.learner.hf_model.model.layers[0].self_attn.q_proj.weight
     weight.data = weight.data + 1e-3
     with pytest.raises(WeightSyncError, match=r"version 2 did not arrive: .* still decodes with .* version 1"):
         await soon(sync.sync(2))
@@ -133,7 +133,7 @@ async def test_a_separate_engine_says_what_a_shared_one_says(changes: dict[str, 
     for where in ({}, SEPARATE):
         backend, engine, sync = connected(**where, **changes)
         with torch.no_grad():
-            for parameter in backend.hf_model.parameters():
+            for parameter in backend.learner.hf_model.parameters():
                 parameter *= 1.01 if parameter.requires_grad else 1
         synced = await soon(sync.sync(1))
         generation = await soon(engine.generate([5, 6, 7], SamplingParams(max_tokens=12, ignore_eos=True), 3))
@@ -170,9 +170,9 @@ def test_threads_of_an_engine_that_has_none_of_its_own_are_refused() -> None:
 def test_the_weights_of_a_learner_apart_are_one_piece_of_memory() -> None:
     """Many small copies go at half the speed of one large one."""
     backend = LocalBackend(build_config(SEPARATE))
-    pieces = {p.untyped_storage().data_ptr() for p in backend.hf_model.parameters()}
-    fused = {tensor.untyped_storage().data_ptr() for tensor in backend.model.weights()}
+    pieces = {p.untyped_storage().data_ptr() for p in backend.learner.hf_model.parameters()}
+    fused = {tensor.untyped_storage().data_ptr() for tensor in backend.learner.model.weights()}
     assert len(pieces) == 1 and fused == pieces
-    weights = SharedWeights(ModelWeights(backend.hf_model))
+    weights = SharedWeights(ModelWeights(backend.learner.hf_model))
     assert len(weights._slices) == 1
     weights.close()

@@ -285,13 +285,13 @@ async def of_backend(share: bool, **changes: Any) -> tuple[Any, ...]:
         **changes,
     }
     backend = LocalBackend(build_config(config))
-    torch.nn.init.ones_(backend.value_head.weight)  # type: ignore[union-attr]
+    torch.nn.init.ones_(backend.learner.value_head.weight)  # type: ignore[union-attr]
     batch = pack(grown_samples(True), VALUED, 4096)
-    assert backend.model.shares_prefixes is share
+    assert backend.learner.model.shares_prefixes is share
     logprobs = await backend.compute_logprobs(batch)
     values = await backend.compute_values(batch)
     await backend.forward_backward(batch, VALUED)
-    gradients = trained(backend.hf_model), trained(backend.value_head)
+    gradients = trained(backend.learner.hf_model), trained(backend.learner.value_head)
     await backend.close()
     return logprobs, values, *gradients
 
@@ -311,10 +311,10 @@ async def test_the_gradient_of_a_group_is_that_of_its_rows_one_by_one() -> None:
     backend = LocalBackend(build_config({"model": {"dtype": "float64"}}))
     found = []
     for tokens in (4096, 1):
-        backend.hf_model.zero_grad(set_to_none=True)
+        backend.learner.hf_model.zero_grad(set_to_none=True)
         batch = pack(grown_samples(False), IMITATE, tokens)
         assert len(batch.micro_batches) == (1 if tokens > 1 else 6)
         await backend.forward_backward(batch, IMITATE)
-        found.append(trained(backend.hf_model))
+        found.append(trained(backend.learner.hf_model))
     await backend.close()
     assert_same_gradients(found[0], found[1])

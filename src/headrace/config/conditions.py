@@ -78,6 +78,35 @@ NOT_TINKER = Condition(
     'backend "tinker" leaves it to the service',
     "remove it, or change backend.name",
 )
+_DEVICE = 'model.device is "{c.model.device}"'
+MAYBE_CPU = Condition(
+    lambda s: s.c.model.device in ("auto", "cpu"),
+    f"it is for the CPU, and {_DEVICE}",
+    "remove it, or change model.device",
+)
+MAYBE_ACCELERATOR = Condition(
+    lambda s: s.c.model.device != "cpu", f"it is for accelerators, and {_DEVICE}", "remove it, or change model.device"
+)
+MAYBE_CUDA = Condition(
+    lambda s: s.c.model.device == "auto" or s.c.model.device.startswith("cuda"),
+    f"it is for CUDA, and {_DEVICE}",
+    "remove it, or change model.device",
+)
+MAYBE_WIDE = Condition(
+    lambda s: s.c.model.dtype in ("auto", "float32") and not (s.c.model.dtype == "auto" and s.c.model.device == "cpu"),
+    'only float32 products are rounded so, and model.dtype is "{c.model.dtype}"',
+    'remove it, or set model.dtype = "float32"',
+)
+BASE_FROZEN = Condition(
+    lambda s: s.c.model.lora.rank > 0,
+    "model.lora.rank is 0, and quantised weights cannot be trained",
+    "remove it, or set model.lora.rank",
+)
+CHECKPOINTS = Condition(
+    lambda s: s.own.gradient_checkpointing,
+    "backend.gradient_checkpointing is false",
+    "remove it, or set backend.gradient_checkpointing = true",
+)
 TINKER_RANK = Condition(lambda s: s.c.backend.name != "tinker", "the adapters are the service's", "set tinker.rank")
 TINKER = Condition(
     lambda s: s.c.backend.name == "tinker" or has_own({s.c.backend.name}, "backend"),

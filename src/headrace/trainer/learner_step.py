@@ -1,4 +1,4 @@
-"""Learner: complete groups become one optimizer step (or several), in one piece or in several."""
+"""LearnerStep: complete groups become one optimizer step (or several), in one piece or in several."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from headrace.tracking.metrics import MetricsAggregator
 from headrace.trainer.drift import drift_metrics
 
 
-class Learner:
+class LearnerStep:
     """Drives the backend. Gradients are sums, and their normaliser comes last: so pieces add up."""
 
     def __init__(self, config: RunConfig, backend: Backend, objective: Objective, policy: StalenessPolicy) -> None:

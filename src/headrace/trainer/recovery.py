@@ -20,7 +20,7 @@ from headrace.scheduling.buffer import FinishedGroup, TrajectoryGroupBuffer
 from headrace.scheduling.lifecycle import GroupLifecycle, LiveGroup
 from headrace.scheduling.producer import resume_groups
 from headrace.scheduling.staleness import StalenessPolicy
-from headrace.trainer.learner_step import Learner
+from headrace.trainer.learner_step import LearnerStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def restore_loops(
 
 
 async def learn_recorded(
-    learner: Learner, record: BatchRecord, fresh: Sequence[FinishedGroup], again: Sequence[FinishedGroup]
+    learner: LearnerStep, record: BatchRecord, fresh: Sequence[FinishedGroup], again: Sequence[FinishedGroup]
 ) -> None:
     """Learn from a recorded batch as the run did: in the same pieces. The update is the caller's."""
     learner.begin(record.version)

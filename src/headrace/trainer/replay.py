@@ -25,7 +25,7 @@ from headrace.run.agreement import first_gap
 from headrace.run.checkpoint import list_checkpoints, step_of
 from headrace.run.stored import stored_numerics
 from headrace.scheduling.buffer import FinishedGroup, TrajectoryGroupBuffer
-from headrace.trainer.learner_step import Learner
+from headrace.trainer.learner_step import LearnerStep
 from headrace.trainer.recovery import learn_recorded
 from headrace.trainer.setup import RunParts, UserObjects, assemble, numerics_of
 
@@ -95,7 +95,7 @@ class Replay:
     def __iter__(self) -> Iterator[ReplayedStep]:
         parts = assemble(self.config, UserObjects(workflow=_never))  # nothing is rolled out: the run's own may be gone
         buffer = TrajectoryGroupBuffer(self.config)
-        learner = Learner(self.config, parts.backend, parts.objective, parts.policy)
+        learner = LearnerStep(self.config, parts.backend, parts.objective, parts.policy)
         with asyncio.Runner() as runner:
             try:
                 for record in self._batches:
@@ -106,7 +106,7 @@ class Replay:
                 self._ledger.close()
 
     async def _train(
-        self, record: BatchRecord, parts: RunParts, buffer: TrajectoryGroupBuffer, learner: Learner
+        self, record: BatchRecord, parts: RunParts, buffer: TrajectoryGroupBuffer, learner: LearnerStep
     ) -> ReplayedStep:
         if record.version == 0:
             await parts.sync.sync(0)

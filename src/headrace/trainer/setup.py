@@ -48,7 +48,7 @@ from headrace.tracking.base import RunInfo, TrackerSet
 from headrace.trainer.alarms import Alarms
 from headrace.trainer.callbacks import Callback, CallbackSet, Evaluating, Saving, Tracking
 from headrace.trainer.evaluations import Evaluations
-from headrace.trainer.learner_step import Learner
+from headrace.trainer.learner_step import LearnerStep
 from headrace.trainer.recovery import Start, find_start, restore_loops
 from headrace.trainer.step_clock import StepClock
 from headrace.utils.deadline import end_user_tasks
@@ -187,7 +187,7 @@ class Run:
     coordinator: SyncCoordinator
     buffer: TrajectoryGroupBuffer
     lifecycle: GroupLifecycle
-    learner: Learner
+    learner: LearnerStep
     clock: StepClock
     abandoned: Abandoned
     """Calls of user code that did not stop in time."""
@@ -334,7 +334,7 @@ def _build(config: RunConfig, parts: RunParts, services: _Services, state: Train
         config.rollout.group_size, config.algorithm, sampler, coordinator, buffer, journal, start.next_group_id
     )
     resumed = restore_loops(start, journal, sampler, buffer, lifecycle, policy)
-    learner = Learner(config, parts.backend, parts.objective, policy)
+    learner = LearnerStep(config, parts.backend, parts.objective, policy)
     in_place = parts.sync.in_place
     streams = learner.streams and (not in_place if section.stream is None else section.stream)
     releases = section.max_staleness == 0 if section.release_cache is None else section.release_cache

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import compress
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from headrace.config import AlgorithmSection, RunConfig
 from headrace.config.derived import chosen
 from headrace.data.sample import NO_VERSION, Sample, TrainBatch
 from headrace.errors import BackendError, DataError, DivergedError
+from headrace.models.transfer import download, upload
 from headrace.registry import facts, resolve
 from headrace.tracking.metrics import MetricsAggregator, Reducer
 
@@ -34,6 +36,7 @@ def loss_context(
         advantages_M=tokens.advantages_M,
         row_M=tokens.row_M,
         rows=len(tokens.counts),
+        counts=tuple(tokens.counts),
         algorithm=algorithm,
         reference_logprobs_M=tokens.reference_M,
         dpo_beta=dpo_beta,
@@ -49,7 +52,7 @@ def token_losses(
     """
     algorithm = context.algorithm
     loss_M, loss_metrics = _by_role(context, samples)
-    rejected_R = torch.zeros(context.rows, dtype=torch.bool)
+    rejected_R = torch.zeros(context.rows, dtype=torch.bool, device=context.row_M.device)
     if algorithm.correction.name != "none":
         sampler_M = context.sampler_logprobs_M
         # given text has no sampler to correct for, and says nothing about the rest of its row
@@ -57,8 +60,9 @@ def token_losses(
         weights_M, more = correction_weights(algorithm.correction, old_M, sampler_M, context.row_M, context.rows)
         loss_M = loss_M * weights_M.where(sampled_M, 1.0)
         loss_metrics |= more
-        if facts("correction", algorithm.correction.name).rejects_rows:
-            rejected_R[context.row_M[weights_M == 0]] = True
+        if rejects_rows(algorithm):
+            zeros_R = context.row_M.new_zeros(context.rows).index_add(0, context.row_M, (weights_M == 0).long())
+            rejected_R = zeros_R > 0
     if algorithm.kl.coef and algorithm.kl.where == "loss":
         if context.reference_logprobs_M is None:
             raise BackendError("algorithm.kl is on, but the samples carry no reference log-probabilities")
@@ -67,29 +71,72 @@ def token_losses(
         loss_metrics["policy/kl_to_reference"] = divergence_M.detach()
     if algorithm.entropy_coef:
         loss_M = loss_M - algorithm.entropy_coef * entropy_M
-    return without_rejected(loss_M, rejected_R, context.row_M), loss_metrics, rejected_R
+    if rejects_rows(algorithm):
+        loss_M = without_rejected(loss_M, rejected_R, context.row_M)
+    return loss_M, loss_metrics, rejected_R
+
+
+def rejects_rows(algorithm: AlgorithmSection) -> bool:
+    """Whether the correction may take complete rows out."""
+    return facts("correction", algorithm.correction.name).rejects_rows
 
 
 def without_rejected(loss_M: Tensor, rejected_R: Tensor, row_M: Tensor) -> Tensor:
     """The losses, 0 in rejected rows."""
-    return loss_M.masked_fill(rejected_R[row_M], 0.0) if bool(rejected_R.any()) else loss_M
+    return loss_M.masked_fill(rejected_R[row_M], 0.0)
 
 
-def record_losses(metrics: MetricsAggregator, loss_M: Tensor, entropy_M: Tensor, loss_metrics: LossMetrics) -> None:
-    """How many tokens were trained (those of `loss_M`: rejected rows are left out), and each metric as its mean.
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """What a micro-batch came to, still on the device."""
 
-    Means are weighed by how many values there are.
+    logprobs_M: Tensor
+    loss_M: Tensor
+    entropy_M: Tensor
+    loss_metrics: LossMetrics
+    rejected_R: Tensor
+    rejects: bool
+    """Whether a row can be rejected at all: else all tokens count."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """What a micro-batch came to, on the host: per row its trained targets' log-probabilities; which were rejected."""
+
+    logprobs: list[tuple[float, ...]]
+    rejected: list[int]
+
+
+def settle(
+    found: MicroBatch, tokens: TokenTensors, batch: TrainBatch, indices: Sequence[int], metrics: MetricsAggregator
+) -> Settled:
+    """Bring everything to the host, in one transfer; record metrics, each as its mean, weighed by its values' number.
+
+    Raises DivergedError, with the samples that it comes from, for a loss that is not finite.
     """
-    metrics.record("tokens/trained", loss_M.numel())
-    whole = {} if "dpo/loss" in loss_metrics else {"policy/loss": loss_M}  # dpo reports its loss per pair
-    for key, values in {**loss_metrics, **whole, "policy/entropy": entropy_M}.items():
-        if values.numel():
-            metrics.record(key, float(values.detach().mean()), Reducer.WEIGHTED_MEAN, weight=values.numel())
+    row_M, rejected_R = tokens.row_M, found.rejected_R
+    bad_R = row_M.new_zeros(len(indices)).index_add(0, row_M, (~torch.isfinite(found.loss_M)).long())
+    values = {**found.loss_metrics, "policy/entropy": found.entropy_M}
+    values = {key: value.detach() for key, value in values.items() if value.numel()}
+    loss_M = found.loss_M.detach()
+    kept_M = (~rejected_R[row_M]).to(loss_M.dtype)
+    loss = (loss_M * kept_M).sum() / kept_M.sum().clamp(min=1) if found.rejects else loss_M.mean()
+    logprobs_M, rejected, bad, kept, loss, *means = download(
+        [found.logprobs_M, rejected_R, bad_R, kept_M.sum(), loss, *(value.mean() for value in values.values())]
+    )
+    _require_finite(bad, batch, indices)
+    trained = int(kept)
+    metrics.record("tokens/trained", trained)
+    for (key, value), mean in zip(values.items(), means, strict=True):
+        metrics.record(key, float(mean), Reducer.WEIGHTED_MEAN, weight=value.numel())
+    if trained and "dpo/loss" not in values:  # dpo reports its loss per pair
+        metrics.record("policy/loss", float(loss), Reducer.WEIGHTED_MEAN, weight=trained)
+    parts = [tuple(part.tolist()) for part in logprobs_M.split(tokens.counts)]
+    return Settled(parts, [row for row, out in enumerate(rejected.tolist()) if out])
 
 
-def require_finite(loss_M: Tensor, row_M: Tensor, batch: TrainBatch, indices: Sequence[int]) -> None:
-    """Raise DivergedError, with the samples that it comes from, for a loss that is not finite."""
-    bad_rows = row_M[~torch.isfinite(loss_M)].unique().tolist()
+def _require_finite(bad_R: Tensor, batch: TrainBatch, indices: Sequence[int]) -> None:
+    bad_rows = [row for row, bad in enumerate(bad_R.tolist()) if bad]
     if bad_rows:
         report = offending_samples(batch, [indices[row] for row in bad_rows])
         raise DivergedError(
@@ -131,8 +178,8 @@ def _by_role(context: LossContext, samples: Sequence[Sample]) -> tuple[Tensor, L
     loss_metrics: LossMetrics = {}
     for name in sorted(set(names)):
         rows = [i for i, other in enumerate(names) if other == name]
-        where = torch.isin(context.row_M, torch.tensor(rows)).nonzero().squeeze(1)
-        part, more = _apply(name, _select(context, where, rows, samples[rows[0]].role))
+        where, selected = _select(context, rows, samples[rows[0]].role)
+        part, more = _apply(name, selected)
         loss_M = loss_M.index_put((where,), part)
         for key, values in more.items():  # roles with different losses may report the same metric
             loss_metrics[key] = torch.cat([loss_metrics[key], values]) if key in loss_metrics else values
@@ -155,12 +202,15 @@ def _apply(name: str, context: LossContext) -> tuple[Tensor, LossMetrics]:
     )
 
 
-def _select(context: LossContext, where: Tensor, rows: Sequence[int], role: str) -> LossContext:
-    """The context of some rows alone, renumbered from 0."""
-    number_R = torch.zeros(context.rows, dtype=torch.long)
-    number_R[list(rows)] = torch.arange(len(rows))
+def _select(context: LossContext, rows: Sequence[int], role: str) -> tuple[Tensor, LossContext]:
+    """Where the tokens of some rows are, and the context of these rows alone, renumbered from 0."""
+    assert context.counts is not None, "losses of several roles need the rows' counts"
+    row_of = np.repeat(np.arange(context.rows), context.counts)
+    number = np.zeros(context.rows, dtype=np.int64)
+    number[list(rows)] = np.arange(len(rows))
+    where, number_R = upload([np.flatnonzero(np.isin(row_of, rows)), number], context.row_M.device)
     reference = context.reference_logprobs_M
-    return replace(
+    selected = replace(
         context,
         logprobs_M=context.logprobs_M[where],
         old_logprobs_M=context.old_logprobs_M[where],
@@ -169,5 +219,7 @@ def _select(context: LossContext, where: Tensor, rows: Sequence[int], role: str)
         reference_logprobs_M=None if reference is None else reference[where],
         row_M=number_R[context.row_M[where]],
         rows=len(rows),
+        counts=tuple(context.counts[row] for row in rows),
         algorithm=context.algorithm.for_role(role),
     )
+    return where, selected

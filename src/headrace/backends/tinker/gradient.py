@@ -15,7 +15,7 @@ import torch
 from tinker import types
 from torch import Tensor
 
-from headrace.backends.local.token_losses import loss_context, record_losses, require_finite, token_losses
+from headrace.backends.local.token_losses import MicroBatch, loss_context, rejects_rows, settle, token_losses
 from headrace.backends.local.tokens import TokenTensors
 from headrace.backends.tinker.rows import datum, wide_datum
 from headrace.config import AlgorithmSection
@@ -72,14 +72,12 @@ def learn(
     logprobs_M, entropy_M = _of_trained(samples, leaves, tokens.where_M)
     context = loss_context(tokens, logprobs_M, algorithm, dpo_beta)
     loss_M, loss_metrics, rejected_R = token_losses(context, samples, entropy_M, tokens.sampled_M)
-    require_finite(loss_M, tokens.row_M, batch, indices)
     (loss_M * tokens.weights_M).sum().backward()
-    record_losses(metrics, loss_M[~rejected_R[tokens.row_M]], entropy_M, loss_metrics)
+    found = MicroBatch(logprobs_M, loss_M, entropy_M, loss_metrics, rejected_R, rejects_rows(algorithm))
+    settled = settle(found, tokens, batch, indices, metrics)
     gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
-    parts = logprobs_M.detach().split(tokens.counts)
     rows = [RowGradient(s, g.numpy(), sent) for s, g in zip(samples, gradients, strict=True)]
-    rejected = [indices[row] for row in rejected_R.nonzero().flatten().tolist()]
-    return Learned(rows, [tuple(part.tolist()) for part in parts], rejected)
+    return Learned(rows, settled.logprobs, [indices[row] for row in settled.rejected])
 
 
 def _of_trained(samples: Sequence[Sample], leaves: Sequence[Tensor], where_M: Tensor) -> tuple[Tensor, Tensor]:
