@@ -112,7 +112,7 @@ class Recorder:
         if attempt == 0 and begun is not None and rollout_idx not in begun:
             begun.add(rollout_idx)
             self._last_episode_id += 1
-            self._pending.add(STARTED, (self._last_episode_id, *rollout, EpisodeState.RUNNING, seed))
+            self._pending.add(STARTED, (self._last_episode_id, *rollout, EpisodeState.RUNNING, seed, time.time()))
             self._attempts[rollout] = _Attempt(self._last_episode_id)
             return
         is_new = self._insert_episode(rollout, seed)
@@ -151,7 +151,7 @@ class Recorder:
         rollout = (episode.group_id, episode.rollout_idx, episode.attempt)
         attempt = self._attempt(rollout)
         state = EpisodeState.FAILED if episode.failed else EpisodeState.FINISHED
-        self._pending.add(FINISHED, (attempt.episode_id, state, duration_s, *summary(episode)))
+        self._pending.add(FINISHED, (attempt.episode_id, state, duration_s, time.time(), *summary(episode)))
         body = pack_episode(episode, attempt.calls, unstorable(episode, *self._task(episode.group_id)))
         self._pending.add(BODY, (attempt.episode_id, seal(body, *rollout, stored_text(episode.termination), state)))
         del self._attempts[rollout]
@@ -319,9 +319,9 @@ class Recorder:
         """Begin an episode that may be there already; whether it was not."""
         self._pending.write()
         done = self._execute(
-            "INSERT INTO episodes (episode_id, group_id, rollout_idx, attempt, state, seed) "
-            "VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
-            (self._last_episode_id + 1, *rollout, EpisodeState.RUNNING, seed),
+            "INSERT INTO episodes (episode_id, group_id, rollout_idx, attempt, state, seed, started_at) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
+            (self._last_episode_id + 1, *rollout, EpisodeState.RUNNING, seed, time.time()),
         )
         self._last_episode_id += done.rowcount
         return bool(done.rowcount)
