@@ -88,7 +88,13 @@ _V5 = (
     "CREATE INDEX groups_by_task ON groups (task_id)",
 )
 
-MIGRATIONS: list[tuple[str, ...]] = [_V1, _V2, _V3, _V4, _V5]
+_V6 = (
+    # what the learner computed of trained tokens: apart from the rows, which are mostly read without them
+    "CREATE TABLE batch_tokens (step INTEGER NOT NULL, part INTEGER NOT NULL, body BLOB NOT NULL, "
+    "PRIMARY KEY (step, part))",
+)
+
+MIGRATIONS: list[tuple[str, ...]] = [_V1, _V2, _V3, _V4, _V5, _V6]
 """Statements that lead from version n to n + 1. Never change one that was released; add another."""
 
 

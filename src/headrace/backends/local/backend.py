@@ -35,7 +35,7 @@ from headrace.backends.local.token_losses import (
     token_losses,
     without_rejected,
 )
-from headrace.backends.local.tokens import TokenTensors
+from headrace.backends.local.tokens import TokenTensors, TokenValues
 from headrace.config import AlgorithmSection, RunConfig
 from headrace.data.episode import Step
 from headrace.data.sample import TrainBatch
@@ -145,7 +145,7 @@ class LocalBackend:
 
     def _forward_backward(self, batch: TrainBatch, algorithm: AlgorithmSection) -> Trained:
         metrics = MetricsAggregator()
-        found: list[tuple[float, ...]] = [()] * len(batch.samples)
+        found = TokenValues(len(batch.samples))
         rejected: set[int] = set()
         require_trainable(algorithm, batch)
         share = self.model.shares_prefixes
@@ -155,7 +155,7 @@ class LocalBackend:
             hidden_MD = self.model.hidden(tokens.rows).index_select(0, tokens.where_M)
             logprobs_M, entropy_M = self._head(hidden_MD, tokens, bool(algorithm.entropy_coef))
             context = loss_context(tokens, logprobs_M, algorithm, self._config.dpo.beta)
-            loss_M, loss_metrics, rejected_R = token_losses(context, samples, entropy_M, tokens.sampled_M)
+            loss_M, loss_metrics, rejected_R, clip_M = token_losses(context, samples, entropy_M, tokens.sampled_M)
             if bool(tokens.valued_M.any()):  # other roles of the micro-batch may have no returns
                 error_M = 0.5 * (self._values(hidden_MD) - tokens.returns_M) ** 2 * tokens.valued_M
                 loss_M = without_rejected(loss_M + algorithm.value_coef * error_M, rejected_R, tokens.row_M)
@@ -164,9 +164,8 @@ class LocalBackend:
             (loss_M * tokens.weights_M).sum().backward()
             record_losses(metrics, loss_M[~rejected_R[tokens.row_M]], entropy_M, loss_metrics)
             rejected |= {indices[row] for row in rejected_R.nonzero().flatten().tolist()}
-            for index, part in zip(indices, logprobs_M.detach().split(tokens.counts), strict=True):
-                found[index] = tuple(part.tolist())
-        return Trained(metrics, tuple(found), frozenset(rejected))
+            found.add(indices, tokens.counts, logprobs_M, entropy_M, clip_M)
+        return Trained(metrics, found.logprobs, frozenset(rejected), found.entropies, found.clip_states)
 
     def _logprobs(self, batch: TrainBatch, of: Scorer) -> list[list[float]]:
         rows = [sample.tokens for sample in batch.samples]

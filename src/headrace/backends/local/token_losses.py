@@ -14,7 +14,7 @@ from headrace.backends.base import offending_samples
 from headrace.backends.local.tokens import TokenTensors
 from headrace.config import AlgorithmSection, RunConfig
 from headrace.config.derived import chosen
-from headrace.data.sample import NO_VERSION, Sample, TrainBatch
+from headrace.data.sample import NO_VERSION, ClipState, Sample, TrainBatch
 from headrace.errors import BackendError, DataError, DivergedError
 from headrace.registry import facts, resolve
 from headrace.tracking.metrics import MetricsAggregator, Reducer
@@ -42,13 +42,13 @@ def loss_context(
 
 def token_losses(
     context: LossContext, samples: Sequence[Sample], entropy_M: Tensor, sampled_M: Tensor
-) -> tuple[Tensor, LossMetrics, Tensor]:
-    """The loss of every trained token of a micro-batch, metrics to report, and which of its rows are rejected.
+) -> tuple[Tensor, LossMetrics, Tensor, Tensor]:
+    """The loss of every trained token of a micro-batch, metrics to report, which rows are rejected, and clip states.
 
     The loss of a rejected row is 0, divergence and entropy bonus included; the step is normalised without it.
     """
     algorithm = context.algorithm
-    loss_M, loss_metrics = _by_role(context, samples)
+    loss_M, loss_metrics, clip_M = _by_role(context, samples)
     rejected_R = torch.zeros(context.rows, dtype=torch.bool)
     if algorithm.correction.name != "none":
         sampler_M = context.sampler_logprobs_M
@@ -57,6 +57,7 @@ def token_losses(
         weights_M, more = correction_weights(algorithm.correction, old_M, sampler_M, context.row_M, context.rows)
         loss_M = loss_M * weights_M.where(sampled_M, 1.0)
         loss_metrics |= more
+        clip_M = _clip_states(more, clip_M)
         if facts("correction", algorithm.correction.name).rejects_rows:
             rejected_R[context.row_M[weights_M == 0]] = True
     if algorithm.kl.coef and algorithm.kl.where == "loss":
@@ -67,7 +68,8 @@ def token_losses(
         loss_metrics["policy/kl_to_reference"] = divergence_M.detach()
     if algorithm.entropy_coef:
         loss_M = loss_M - algorithm.entropy_coef * entropy_M
-    return without_rejected(loss_M, rejected_R, context.row_M), loss_metrics, rejected_R
+    clip_M = clip_M.masked_fill(rejected_R[context.row_M], ClipState.REJECTED)
+    return without_rejected(loss_M, rejected_R, context.row_M), loss_metrics, rejected_R, clip_M
 
 
 def without_rejected(loss_M: Tensor, rejected_R: Tensor, row_M: Tensor) -> Tensor:
@@ -122,11 +124,13 @@ def require_trainable(algorithm: AlgorithmSection, batch: TrainBatch) -> None:
             )
 
 
-def _by_role(context: LossContext, samples: Sequence[Sample]) -> tuple[Tensor, LossMetrics]:
-    """Each row by the loss of its role."""
+def _by_role(context: LossContext, samples: Sequence[Sample]) -> tuple[Tensor, LossMetrics, Tensor]:
+    """Each row by the loss of its role; the third is the tokens' clip states."""
     names = [context.algorithm.for_role(sample.role).loss for sample in samples]
+    clip_M = torch.zeros_like(context.logprobs_M, dtype=torch.uint8)
     if len(set(names)) == 1:
-        return _apply(names[0], replace(context, algorithm=context.algorithm.for_role(samples[0].role)))
+        alone = _apply(names[0], replace(context, algorithm=context.algorithm.for_role(samples[0].role)))
+        return *alone, _clip_states(alone[1], clip_M)
     loss_M = torch.zeros_like(context.logprobs_M)
     loss_metrics: LossMetrics = {}
     for name in sorted(set(names)):
@@ -134,9 +138,27 @@ def _by_role(context: LossContext, samples: Sequence[Sample]) -> tuple[Tensor, L
         where = torch.isin(context.row_M, torch.tensor(rows)).nonzero().squeeze(1)
         part, more = _apply(name, _select(context, where, rows, samples[rows[0]].role))
         loss_M = loss_M.index_put((where,), part)
+        clip_M[where] = _clip_states(more, clip_M[where])
         for key, values in more.items():  # roles with different losses may report the same metric
             loss_metrics[key] = torch.cat([loss_metrics[key], values]) if key in loss_metrics else values
-    return loss_M, loss_metrics
+    return loss_M, loss_metrics, clip_M
+
+
+_CLIP_STATES = {
+    "policy/clip_fraction": ClipState.CLIPPED,
+    "policy/dropped_fraction": ClipState.DROPPED,
+    "policy/masked_fraction": ClipState.MASKED,
+}
+
+
+def _clip_states(loss_metrics: LossMetrics, kept_M: Tensor) -> Tensor:
+    """What losses report of each token as a fraction of all; `kept_M` has the state that is left where none does."""
+    states_M = kept_M.clone()
+    for key, state in _CLIP_STATES.items():
+        values = loss_metrics.get(key)
+        if values is not None and values.shape == states_M.shape:  # a user's loss may report it by row
+            states_M[values != 0] = state
+    return states_M
 
 
 def _apply(name: str, context: LossContext) -> tuple[Tensor, LossMetrics]:

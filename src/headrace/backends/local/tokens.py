@@ -58,3 +58,36 @@ class TokenTensors:
 
     def _by_row(self, values: Sequence[Any], dtype: type) -> Tensor:
         return torch.from_numpy(np.repeat(np.array(values, dtype), self.counts))
+
+
+class TokenValues:
+    """What was computed of trained tokens, gathered micro-batch by micro-batch and given back by sample."""
+
+    def __init__(self, samples: int) -> None:
+        self._rows: list[tuple[tuple[Any, ...], ...]] = [((), (), ())] * samples
+
+    def add(
+        self, indices: Sequence[int], counts: Sequence[int], logprobs_M: Tensor, entropy_M: Tensor, clip_M: Tensor
+    ) -> None:
+        """The values of a micro-batch: its samples, and how many targets each has. `entropy_M` may be empty."""
+        sizes = list(counts)
+        columns = [one.detach().split(sizes) for one in (logprobs_M, clip_M)]
+        entropies = entropy_M.detach().split(sizes) if entropy_M.numel() else [entropy_M] * len(sizes)
+        for index, logprobs, clip, entropy in zip(indices, *columns, entropies, strict=True):
+            self._rows[index] = (tuple(logprobs.tolist()), tuple(entropy.tolist()), tuple(clip.tolist()))
+
+    @property
+    def logprobs(self) -> tuple[tuple[float, ...], ...]:
+        """Per sample."""
+        return tuple(row[0] for row in self._rows)
+
+    @property
+    def entropies(self) -> tuple[tuple[float, ...], ...]:
+        """Per sample; empty where they are not known."""
+        known = all(len(row[1]) == len(row[0]) for row in self._rows)
+        return tuple(row[1] for row in self._rows) if known else ()
+
+    @property
+    def clip_states(self) -> tuple[tuple[int, ...], ...]:
+        """Per sample."""
+        return tuple(row[2] for row in self._rows)
