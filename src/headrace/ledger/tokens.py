@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import struct
 from array import array
-from collections.abc import Iterator, Sequence
-from itertools import accumulate, groupby, pairwise
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, chain, pairwise
 from typing import Any, Final
 
+import numpy as np
+
 from headrace.data.sample import ClipState, TrainBatch
-from headrace.ledger.pack import DamagedRecordError, Packer, expand, require_sane, runs, unpack
+from headrace.ledger.pack import DamagedRecordError, Packer, expand, require_sane, unpack
 from headrace.ledger.records import LearnerRow
 
 _ENTROPIES: Final = "entropies"
@@ -30,15 +31,20 @@ def pack_tokens(batches: Sequence[TrainBatch], places: Sequence[int] | None = No
     masks = [_mask_runs(sample.loss_mask) for sample in samples]
     packer.integers([len(mask) for mask in masks])
     packer.integers([length for mask in masks for length in mask])
-    packer.floats([value for values in learned for row in values.logprobs for value in row])
+    packer.numbers(_floats(_joined(values.logprobs for values in learned)))
     present = []
     if all(len(values.entropies) == len(values.logprobs) for values in learned):
         present.append(_ENTROPIES)
-        packer.integers(_halves([value for values in learned for row in values.entropies for value in row]))
+        packer.numbers(_halves(_joined(values.entropies for values in learned)))
     if all(len(values.clip_states) == len(values.logprobs) for values in learned):
         present.append(_CLIP)
-        packer.integers(runs([state for values in learned for row in values.clip_states for state in row]))
+        packer.integers(_runs(_joined(values.clip_states for values in learned)))
     return packer.packed(present, plain=True)
+
+
+def _joined(rows: Iterable[Sequence[Sequence[float]]]) -> np.ndarray:
+    """All values of all rows: there are many, and one by one they would take longer than writing them."""
+    return np.fromiter(chain.from_iterable(chain.from_iterable(rows)), np.float64)
 
 
 def unpack_tokens(body: bytes) -> Iterator[tuple[int, LearnerRow]]:
@@ -62,19 +68,43 @@ def unpack_tokens(body: bytes) -> Iterator[tuple[int, LearnerRow]]:
 
 def _mask_runs(mask: Sequence[int]) -> list[int]:
     """How many targets in turn are not trained and trained, beginning with those that are not."""
-    found = [sum(1 for _ in same) for _, same in groupby(mask)]
-    return [0, *found] if mask and mask[0] else found
+    values = np.frombuffer(bytes(mask), np.uint8)
+    lengths = np.diff(_bounds(values)).tolist()
+    return [0, *lengths] if values[0] else lengths
 
 
 def _from_mask_runs(lengths: Sequence[int]) -> tuple[int, ...]:
     return tuple(number % 2 for number, count in enumerate(lengths) for _ in range(count))
 
 
-def _halves(values: Sequence[float]) -> array[int]:
+def _runs(values: np.ndarray) -> tuple[int, ...]:
+    """As `runs` of many values."""
+    if not len(values):
+        return ()
+    bounds = _bounds(values)
+    pairs = np.stack([np.diff(bounds), values[bounds[:-1]].astype(np.int64)], 1)
+    return tuple(pairs.ravel().tolist())
+
+
+def _bounds(values: np.ndarray) -> np.ndarray:
+    """Where runs of the same value begin, and the end."""
+    return np.concatenate([[0], np.flatnonzero(np.diff(values)) + 1, [len(values)]])
+
+
+def _floats(values: np.ndarray) -> array[float]:
+    """In single precision if that is exact."""
+    with np.errstate(over="ignore"):
+        single = values.astype(np.float32)
+    if np.array_equal(single.astype(np.float64), values, equal_nan=True):
+        return array("f", single.tobytes())
+    return array("d", values.tobytes())
+
+
+def _halves(values: np.ndarray) -> array[int]:
     """The bits of half-precision numbers; what is too large for one is its largest."""
-    limited = [min(max(value, -65504.0), 65504.0) if value == value else value for value in values]
-    return array("H", struct.pack(f"={len(limited)}e", *limited))
+    largest = np.finfo(np.float16).max
+    return array("H", values.clip(-largest, largest).astype(np.float16).tobytes())
 
 
 def _from_halves(bits: Sequence[int]) -> tuple[float, ...]:
-    return struct.unpack(f"={len(bits)}e", array("H", bits).tobytes())
+    return tuple(np.array(bits, np.uint16).view(np.float16).astype(np.float64).tolist())
