@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
-from headrace.ledger.files import connect_reader, damaged, explaining, ledger_file
+from headrace.ledger.files import damaged, explaining
 from headrace.ledger.pack import DamagedRecordError, from_json, unseal
 from headrace.ledger.records import BatchRecord, EvaluationRecord, LearnerRow, TrainedRow, WeightSyncRecord
 from headrace.ledger.rows import unpack_rows
@@ -25,12 +25,6 @@ class BatchReader:
     def __init__(self, connection: sqlite3.Connection, path: Path = Path()) -> None:
         self._connection = connection
         self.path = path
-
-    @classmethod
-    def read(cls, place: Path) -> Self:
-        """Open a run folder's ledger, or the file itself, for reading."""
-        path = ledger_file(place)
-        return cls(connect_reader(path), path)
 
     def close(self) -> None:
         """Let go of the file."""

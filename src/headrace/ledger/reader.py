@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from headrace.data.episode import Episode
@@ -10,7 +11,7 @@ from headrace.errors import LedgerError
 from headrace.ledger.batch_reader import BatchReader, Row
 from headrace.ledger.bodies import FIRST_PROMPT, Base, unpack_call, unpack_episode, unpack_prompt
 from headrace.ledger.columns import SUMMARY, episode_fields
-from headrace.ledger.files import damaged
+from headrace.ledger.files import connect_reader, damaged, ledger_file
 from headrace.ledger.pack import DamagedRecordError, from_json, unpack_value, unseal
 from headrace.ledger.records import (
     Account,
@@ -42,6 +43,12 @@ _PAGE = 200  # episodes read at once: a reader that stays within one read keeps 
 
 class LedgerReader(BatchReader):
     """Answers from what was committed when it is asked."""
+
+    @classmethod
+    def read(cls, place: Path) -> LedgerReader:
+        """Open a run folder's ledger, or the file itself, for reading. Of a subclass, too: a reader, no writer."""
+        path = ledger_file(place)
+        return LedgerReader(connect_reader(path), path)
 
     # ---- the account ----------------------------------------------------------------------------------------------
 
