@@ -20,11 +20,14 @@ from headrace.errors import ConfigError, HeadraceError
 from headrace.utils.http_server import Rules
 from headrace.viewer.batches import group_page, step_page, steps_page
 from headrace.viewer.cache import PageCache
+from headrace.viewer.cases import case_of
+from headrace.viewer.comparison import compare_page, evaluation_page
 from headrace.viewer.episodes import episode_page, evaluated_page
 from headrace.viewer.options import ViewOptions
 from headrace.viewer.overview import account_page, metrics_page, run_page, runs_page
 from headrace.viewer.search import Filters, facets_page, search_page
 from headrace.viewer.store import Missing, RunShelf, RunView
+from headrace.viewer.timeline import timeline_page
 
 log = logging.getLogger("headrace")
 
@@ -67,13 +70,19 @@ class Viewer:
             "/groups/{group:int}": lambda view, r: group_page(view, r.path_params["group"]),
             "/groups/{group:int}/rollouts/{rollout:int}": _episode,
             "/evaluated/{id:int}": lambda view, r: evaluated_page(view, r.path_params["id"]),
+            "/evaluations/{step:int}/{set:path}": lambda view, r: evaluation_page(
+                view, r.path_params["step"], r.path_params["set"]
+            ),
+            "/timeline": lambda view, r: timeline_page(view, _seconds(r, "start"), _seconds(r, "end")),
             "/episodes": _episodes,
             "/facets": lambda view, _: facets_page(view),
         }
         routes = [Route(f"/api/runs/{{run}}{path}", self._page(page)) for path, page in pages.items()]
         routes += [
             Route("/api/runs", self._told(lambda _: runs_page(self._shelf))),
+            Route("/api/compare", self._told(self._compare)),
             Route("/api/runs/{run}/events", self._events),
+            Route("/api/runs/{run}/groups/{group:int}/rollouts/{rollout:int}/test_case", self._test_case),
             Route("/", self._asset),
             Route("/assets/{name:path}", self._asset),
         ]
@@ -109,6 +118,26 @@ class Viewer:
             return await self._answered(lambda asked: _packed(answer(asked)), request)
 
         return endpoint
+
+    def _compare(self, request: Request) -> Any:
+        query = request.query_params
+        return compare_page(self._shelf, query.get("a", ""), query.get("b", ""), query.get("set") or None)
+
+    async def _test_case(self, request: Request) -> Response:
+        name = ""
+
+        def answer(_: Request) -> bytes:
+            nonlocal name
+            place = request.path_params
+            view = self._shelf.run(place["run"])
+            name, content = case_of(view, place["group"], place["rollout"], _number(request, "attempt", None))
+            return content.encode()
+
+        made = await self._answered(answer, request)
+        if made.status_code == 200:
+            made.headers["Content-Type"] = "text/x-python; charset=utf-8"
+            made.headers["Content-Disposition"] = f'attachment; filename="{name}"'
+        return made
 
     async def _answered(self, answer: Callable[[Request], bytes], request: Request) -> Response:
         try:
@@ -201,6 +230,14 @@ def _number(request: Request, name: str, default: int | None) -> Any:
         return int(value)
     except ValueError:
         raise ConfigError(f'"{name}" must be a whole number, got "{value[:80]}"') from None
+
+
+def _seconds(request: Request, name: str) -> float | None:
+    value = request.query_params.get(name, "")
+    try:
+        return float(value) if value else None
+    except ValueError:
+        raise ConfigError(f'"{name}" must be a time in seconds, got "{value[:80]}"') from None
 
 
 def _metrics(view: RunView, request: Request) -> Any:

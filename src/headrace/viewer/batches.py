@@ -9,7 +9,6 @@ from headrace.data.episode import Episode
 from headrace.errors import LedgerError
 from headrace.ledger.export import plain
 from headrace.ledger.reader import LedgerReader
-from headrace.ledger.records import EpisodeRecord
 from headrace.viewer.store import Missing, RunView
 
 _BINS = 20
@@ -220,7 +219,7 @@ def _rollout(view: RunView, reader: LedgerReader, row: Row) -> Row:
     found["is_correct"] = None if row["is_correct"] is None else bool(row["is_correct"])
     if row["state"] == "running":
         return {**found, "text": "", "tokens": [], "ids": [], "turns": 0, "pruned": False}
-    record = episode_record(reader, row["group_id"], row["rollout_idx"], row["attempt"])
+    record = reader.episode_record(row["group_id"], row["rollout_idx"], row["attempt"])
     if record is None or record.pruned:
         return {**found, "text": "", "tokens": [], "ids": [], "turns": 0, "pruned": True}
     episode = record.episode
@@ -244,19 +243,6 @@ def said_ids(episode: Episode) -> list[int]:
     """All that the model said, in the order of the calls."""
     steps = sorted((step for t in episode.trajectories for step in t.steps), key=lambda step: step.call)
     return [token for step in steps for token in step.response_ids]
-
-
-def episode_record(reader: LedgerReader, group_id: int, rollout_idx: int, attempt: int | None) -> EpisodeRecord | None:
-    """One attempt, by default the last; None if there is none that ended."""
-    from headrace.ledger.reader import _TRAIN_EPISODE, _TRAIN_FROM
-
-    condition = "" if attempt is None else "AND e.attempt = ? "
-    rows = reader.rows(
-        f"SELECT {_TRAIN_EPISODE} FROM {_TRAIN_FROM} WHERE e.group_id = ? AND e.rollout_idx = ? {condition}"
-        "AND e.state IN ('finished', 'failed') ORDER BY e.attempt DESC LIMIT 1",
-        (group_id, rollout_idx) if attempt is None else (group_id, rollout_idx, attempt),
-    )
-    return reader._train_record(rows[0]) if rows else None
 
 
 def _mark_parting(rollouts: list[Row]) -> None:

@@ -11,7 +11,6 @@ from headrace.ledger.export import plain
 from headrace.ledger.reader import LedgerReader
 from headrace.ledger.records import CallRecord, EpisodeRecord, ResultRecord
 from headrace.models.token_text import TokenTexts
-from headrace.viewer.batches import episode_record
 from headrace.viewer.learned import TokenColumns, learned_columns
 from headrace.viewer.store import Missing, RunView, has_times
 
@@ -35,10 +34,10 @@ def episode_page(view: RunView, group_id: int, rollout_idx: int, attempt: int | 
         group = reader.rows(
             "SELECT task_id, source, size, version, state, reason, step FROM groups WHERE group_id = ?", (group_id,)
         )[0]
-        record = episode_record(reader, *place)
+        record = reader.episode_record(*place)
         calls = {call.call: call for call in reader.calls(*place)}
         results = reader.results(*place)
-        learned = learned_columns(reader, *place) if record is not None and not record.pruned else {}
+        learned = learned_columns(reader, record)
         steps = [step + 1 for step in reader.steps_of(group_id)]
     names = ("task_id", "source", "size", "version", "state", "reason", "step")
     found: Row = dict(zip(names, group, strict=True))
@@ -65,13 +64,10 @@ def episode_page(view: RunView, group_id: int, rollout_idx: int, attempt: int | 
 
 def evaluated_page(view: RunView, eval_episode_id: int) -> Row:
     """One episode of an evaluation."""
-    from headrace.ledger.reader import _EVAL_EPISODE, _EVAL_FROM
-
     with view.ledger() as reader:
-        rows = reader.rows(f"SELECT {_EVAL_EPISODE} FROM {_EVAL_FROM} WHERE e.eval_episode_id = ?", (eval_episode_id,))
-        if not rows:
-            raise Missing(f"evaluation episode {eval_episode_id} is not on record")
-        record = reader._record(rows[0], "eval", {})
+        record = reader.eval_episode_record(eval_episode_id)
+    if record is None:
+        raise Missing(f"evaluation episode {eval_episode_id} is not on record")
     episode = record.episode
     return {
         "kind": "eval",
@@ -123,7 +119,7 @@ def _facts(record: EpisodeRecord | None, episode: Episode, attempt: Row) -> Row:
         "termination": str(episode.termination) if record else None,
         "error": episode.error,
         "metrics": plain(episode.metrics),
-        "seed": episode.seed if record else attempt.get("seed"),
+        "seed": str(episode.seed if record else attempt.get("seed")),  # more digits than a number in a browser has
         "oldest_version": record.oldest_version if record else None,
         "newest_version": record.newest_version if record else None,
         "generated_tokens": record.generated_tokens if record else episode.generated_tokens,

@@ -17,7 +17,6 @@ from headrace.data.episode import Episode
 from headrace.errors import ConfigError, LedgerError
 from headrace.ledger.export import plain
 from headrace.ledger.reader import LedgerReader
-from headrace.viewer.batches import episode_record
 from headrace.viewer.store import RunView, has_times
 
 BUDGET_S = 0.25
@@ -192,21 +191,13 @@ def _text_check(wanted: str, kind: str) -> Keep:
         if any(wanted in str(row[name] or "").casefold() for name in ("task_id", "error")):
             return True
         record = (
-            episode_record(reader, row["group_id"], row["rollout_idx"], row["attempt"])
+            reader.episode_record(row["group_id"], row["rollout_idx"], row["attempt"])
             if kind == "train"
-            else evaluated_record(reader, row["episode_id"])
+            else reader.eval_episode_record(row["episode_id"])
         )
         return record is not None and any(wanted in text.casefold() for text in texts_in(record.episode))
 
     return check
-
-
-def evaluated_record(reader: LedgerReader, eval_episode_id: int) -> Any:
-    """An episode of an evaluation."""
-    from headrace.ledger.reader import _EVAL_EPISODE, _EVAL_FROM
-
-    rows = reader.rows(f"SELECT {_EVAL_EPISODE} FROM {_EVAL_FROM} WHERE e.eval_episode_id = ?", (eval_episode_id,))
-    return reader._record(rows[0], "eval", {}) if rows else None
 
 
 def texts_in(episode: Episode) -> Iterator[str]:

@@ -132,11 +132,11 @@ class RunView:
             if self._idle:
                 return self._idle.pop()
         try:
-            return connect_unchanged(path)
+            return _as_newest(connect_unchanged(path))
         except LedgerError:
             if not (wal := path.with_name(f"{path.name}-wal")).is_file():
                 raise
-            return connect_unchanged(self._copy(path, wal))
+            return _as_newest(connect_unchanged(self._copy(path, wal)))
 
     def _copy(self, path: Path, wal: Path) -> Path:
         """Of a killed run in a folder that cannot be written: SQLite needs to write beside the file to read its log."""
@@ -204,6 +204,16 @@ class RunShelf:
         """Let go of all files."""
         for view in self._runs.values():
             view.close()
+
+
+def _as_newest(connection: sqlite3.Connection) -> sqlite3.Connection:
+    """Give a reader of older tables what they lack, empty and for itself alone: the file stays as it is."""
+    version = version_of(connection)
+    if version < 2:
+        connection.execute("CREATE TEMP TABLE batch_rows (step INTEGER PRIMARY KEY, body BLOB)")
+    if version < 6:
+        connection.execute("CREATE TEMP TABLE batch_tokens (step INTEGER, part INTEGER, body BLOB)")
+    return connection
 
 
 def has_times(reader: LedgerReader) -> bool:
