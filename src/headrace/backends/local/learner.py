@@ -36,7 +36,7 @@ from headrace.backends.local.token_losses import (
     token_losses,
     without_rejected,
 )
-from headrace.backends.local.tokens import TokenTensors
+from headrace.backends.local.tokens import TokenTensors, TokenValues
 from headrace.config import AlgorithmSection, RunConfig
 from headrace.data.episode import Step
 from headrace.data.sample import Sample, TrainBatch
@@ -105,7 +105,7 @@ class Learner:
         """Add the gradient of the batch's summed, weighted token losses to what has accumulated."""
         self._memory.begin_training()
         metrics = MetricsAggregator()
-        found: list[tuple[float, ...]] = [()] * len(batch.samples)
+        found = TokenValues(len(batch.samples))
         rejected: set[int] = set()
         require_trainable(algorithm, batch)
         share = self.model.shares_prefixes
@@ -115,24 +115,21 @@ class Learner:
             with explained(self.device, self.config.backend, "a micro-batch", len(tokens.rows.ids_N)):
                 losses = self._losses(tokens, samples, algorithm)
                 (losses.loss_M * tokens.weights_M).sum().backward()
-            settled = settle(losses, tokens, batch, indices, metrics)
-            rejected |= {indices[row] for row in settled.rejected}
-            for index, part in zip(indices, settled.logprobs, strict=True):
-                found[index] = part
-        return Trained(metrics, tuple(found), frozenset(rejected))
+            rejected |= {indices[row] for row in settle(losses, tokens, batch, indices, metrics, found)}
+        return Trained(metrics, found.logprobs, frozenset(rejected), found.entropies, found.clip_states)
 
     def _losses(self, tokens: TokenTensors, samples: Sequence[Sample], algorithm: AlgorithmSection) -> MicroBatch:
         """The loss of every trained token of a micro-batch. Nothing here makes the host wait for the device."""
         hidden_MD = self.model.hidden(tokens.rows).index_select(0, tokens.where_M)
         logprobs_M, entropy_M = self._head(hidden_MD, tokens, bool(algorithm.entropy_coef))
         context = loss_context(tokens, logprobs_M, algorithm, self.config.dpo.beta)
-        loss_M, loss_metrics, rejected_R = token_losses(context, samples, entropy_M, tokens.sampled_M)
+        loss_M, loss_metrics, rejected_R, clip_M = token_losses(context, samples, entropy_M, tokens.sampled_M)
         if tokens.valued_K is not None:  # other roles of the micro-batch may have no returns
             valued_M = torch.zeros_like(loss_M).index_fill(0, tokens.valued_K, 1.0)
             error_M = 0.5 * (self._values(hidden_MD) - tokens.returns_M) ** 2 * valued_M
             loss_M = without_rejected(loss_M + algorithm.value_coef * error_M, rejected_R, tokens.row_M)
             loss_metrics["value/loss"] = error_M.detach().index_select(0, tokens.valued_K)
-        return MicroBatch(logprobs_M, loss_M, entropy_M, loss_metrics, rejected_R, rejects_rows(algorithm))
+        return MicroBatch(logprobs_M, loss_M, entropy_M, loss_metrics, rejected_R, clip_M, rejects_rows(algorithm))
 
     def optim_step(self, lr: float, grad_scale: float) -> MetricsAggregator:
         """Scale the accumulated gradient, clip it, apply it, and forget it."""

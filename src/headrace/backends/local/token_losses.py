@@ -12,10 +12,10 @@ from torch import Tensor
 
 from headrace.algorithms.losses import Loss, LossContext, LossMetrics, correction_weights, kl_penalty
 from headrace.backends.base import offending_samples
-from headrace.backends.local.tokens import TokenTensors
+from headrace.backends.local.tokens import TokenTensors, TokenValues
 from headrace.config import AlgorithmSection, RunConfig
 from headrace.config.derived import chosen
-from headrace.data.sample import NO_VERSION, Sample, TrainBatch
+from headrace.data.sample import NO_VERSION, ClipState, Sample, TrainBatch
 from headrace.errors import BackendError, DataError, DivergedError
 from headrace.models.transfer import download, upload
 from headrace.registry import facts, resolve
@@ -45,13 +45,13 @@ def loss_context(
 
 def token_losses(
     context: LossContext, samples: Sequence[Sample], entropy_M: Tensor, sampled_M: Tensor
-) -> tuple[Tensor, LossMetrics, Tensor]:
-    """The loss of every trained token of a micro-batch, metrics to report, and which of its rows are rejected.
+) -> tuple[Tensor, LossMetrics, Tensor, Tensor]:
+    """The loss of every trained token of a micro-batch, metrics to report, which rows are rejected, and clip states.
 
     The loss of a rejected row is 0, divergence and entropy bonus included; the step is normalised without it.
     """
     algorithm = context.algorithm
-    loss_M, loss_metrics = _by_role(context, samples)
+    loss_M, loss_metrics, clip_M = _by_role(context, samples)
     rejected_R = torch.zeros(context.rows, dtype=torch.bool, device=context.row_M.device)
     if algorithm.correction.name != "none":
         sampler_M = context.sampler_logprobs_M
@@ -60,6 +60,7 @@ def token_losses(
         weights_M, more = correction_weights(algorithm.correction, old_M, sampler_M, context.row_M, context.rows)
         loss_M = loss_M * weights_M.where(sampled_M, 1.0)
         loss_metrics |= more
+        clip_M = _clip_states(more, clip_M)
         if rejects_rows(algorithm):
             zeros_R = context.row_M.new_zeros(context.rows).index_add(0, context.row_M, (weights_M == 0).long())
             rejected_R = zeros_R > 0
@@ -73,7 +74,8 @@ def token_losses(
         loss_M = loss_M - algorithm.entropy_coef * entropy_M
     if rejects_rows(algorithm):
         loss_M = without_rejected(loss_M, rejected_R, context.row_M)
-    return loss_M, loss_metrics, rejected_R
+        clip_M = clip_M.masked_fill(rejected_R[context.row_M], ClipState.REJECTED)
+    return loss_M, loss_metrics, rejected_R, clip_M
 
 
 def rejects_rows(algorithm: AlgorithmSection) -> bool:
@@ -95,23 +97,22 @@ class MicroBatch:
     entropy_M: Tensor
     loss_metrics: LossMetrics
     rejected_R: Tensor
+    clip_M: Tensor
     rejects: bool
     """Whether a row can be rejected at all: else all tokens count."""
 
 
-@dataclass(frozen=True, slots=True)
-class Settled:
-    """What a micro-batch came to, on the host: per row its trained targets' log-probabilities; which were rejected."""
-
-    logprobs: list[tuple[float, ...]]
-    rejected: list[int]
-
-
 def settle(
-    found: MicroBatch, tokens: TokenTensors, batch: TrainBatch, indices: Sequence[int], metrics: MetricsAggregator
-) -> Settled:
-    """Bring everything to the host, in one transfer; record metrics, each as its mean, weighed by its values' number.
+    found: MicroBatch,
+    tokens: TokenTensors,
+    batch: TrainBatch,
+    indices: Sequence[int],
+    metrics: MetricsAggregator,
+    values_by_sample: TokenValues,
+) -> list[int]:
+    """Bring everything to the host, in one transfer; returns the rejected rows.
 
+    Records metrics, each as its mean, weighed by its values' number, and adds what the samples' tokens came to.
     Raises DivergedError, with the samples that it comes from, for a loss that is not finite.
     """
     row_M, rejected_R = tokens.row_M, found.rejected_R
@@ -121,8 +122,9 @@ def settle(
     loss_M = found.loss_M.detach()
     kept_M = (~rejected_R[row_M]).to(loss_M.dtype)
     loss = (loss_M * kept_M).sum() / kept_M.sum().clamp(min=1) if found.rejects else loss_M.mean()
-    logprobs_M, rejected, bad, kept, loss, *means = download(
-        [found.logprobs_M, rejected_R, bad_R, kept_M.sum(), loss, *(value.mean() for value in values.values())]
+    by_token = (found.logprobs_M, found.entropy_M, found.clip_M)
+    logprobs_M, entropy_M, clip_M, rejected, bad, kept, loss, *means = download(
+        [*by_token, rejected_R, bad_R, kept_M.sum(), loss, *(value.mean() for value in values.values())]
     )
     _require_finite(bad, batch, indices)
     trained = int(kept)
@@ -131,8 +133,8 @@ def settle(
         metrics.record(key, float(mean), Reducer.WEIGHTED_MEAN, weight=value.numel())
     if trained and "dpo/loss" not in values:  # dpo reports its loss per pair
         metrics.record("policy/loss", float(loss), Reducer.WEIGHTED_MEAN, weight=trained)
-    parts = [tuple(part.tolist()) for part in logprobs_M.split(tokens.counts)]
-    return Settled(parts, [row for row, out in enumerate(rejected.tolist()) if out])
+    values_by_sample.add(indices, tokens.counts, logprobs_M, entropy_M, clip_M)
+    return [row for row, out in enumerate(rejected.tolist()) if out]
 
 
 def _require_finite(bad_R: Tensor, batch: TrainBatch, indices: Sequence[int]) -> None:
@@ -169,11 +171,13 @@ def require_trainable(algorithm: AlgorithmSection, batch: TrainBatch) -> None:
             )
 
 
-def _by_role(context: LossContext, samples: Sequence[Sample]) -> tuple[Tensor, LossMetrics]:
-    """Each row by the loss of its role."""
+def _by_role(context: LossContext, samples: Sequence[Sample]) -> tuple[Tensor, LossMetrics, Tensor]:
+    """Each row by the loss of its role; the third is the tokens' clip states."""
     names = [context.algorithm.for_role(sample.role).loss for sample in samples]
+    clip_M = torch.zeros_like(context.logprobs_M, dtype=torch.uint8)
     if len(set(names)) == 1:
-        return _apply(names[0], replace(context, algorithm=context.algorithm.for_role(samples[0].role)))
+        alone = _apply(names[0], replace(context, algorithm=context.algorithm.for_role(samples[0].role)))
+        return *alone, _clip_states(alone[1], clip_M)
     loss_M = torch.zeros_like(context.logprobs_M)
     loss_metrics: LossMetrics = {}
     for name in sorted(set(names)):
@@ -181,9 +185,27 @@ def _by_role(context: LossContext, samples: Sequence[Sample]) -> tuple[Tensor, L
         where, selected = _select(context, rows, samples[rows[0]].role)
         part, more = _apply(name, selected)
         loss_M = loss_M.index_put((where,), part)
+        clip_M[where] = _clip_states(more, clip_M[where])
         for key, values in more.items():  # roles with different losses may report the same metric
             loss_metrics[key] = torch.cat([loss_metrics[key], values]) if key in loss_metrics else values
-    return loss_M, loss_metrics
+    return loss_M, loss_metrics, clip_M
+
+
+_CLIP_STATES = {
+    "policy/clip_fraction": ClipState.CLIPPED,
+    "policy/dropped_fraction": ClipState.DROPPED,
+    "policy/masked_fraction": ClipState.MASKED,
+}
+
+
+def _clip_states(loss_metrics: LossMetrics, kept_M: Tensor) -> Tensor:
+    """What losses report of each token as a fraction of all; `kept_M` has the state that is left where none does."""
+    states_M = kept_M
+    for key, state in _CLIP_STATES.items():
+        values = loss_metrics.get(key)
+        if values is not None and values.shape == states_M.shape:  # a user's loss may report it by row
+            states_M = states_M.masked_fill(values != 0, state)
+    return states_M
 
 
 def _apply(name: str, context: LossContext) -> tuple[Tensor, LossMetrics]:

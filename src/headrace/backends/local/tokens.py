@@ -69,3 +69,36 @@ class TokenTensors:
 
     def _by_row(self, values: Sequence[Any], kind: Any) -> np.ndarray:
         return np.repeat(np.array(values, kind), self.counts)
+
+
+class TokenValues:
+    """What was computed of trained tokens, gathered micro-batch by micro-batch and given back by sample."""
+
+    def __init__(self, samples: int) -> None:
+        self._rows: list[tuple[tuple[Any, ...], ...]] = [((), (), ())] * samples
+
+    def add(
+        self, indices: Sequence[int], counts: Sequence[int], logprobs_M: Tensor, entropy_M: Tensor, clip_M: Tensor
+    ) -> None:
+        """The values of a micro-batch, on the host: its samples, how many targets each has. `entropy_M` may be empty."""
+        sizes = list(counts)
+        columns = [one.split(sizes) for one in (logprobs_M, clip_M.long())]
+        entropies = entropy_M.split(sizes) if entropy_M.numel() else [entropy_M] * len(sizes)
+        for index, logprobs, clip, entropy in zip(indices, *columns, entropies, strict=True):
+            self._rows[index] = (tuple(logprobs.tolist()), tuple(entropy.tolist()), tuple(clip.tolist()))
+
+    @property
+    def logprobs(self) -> tuple[tuple[float, ...], ...]:
+        """Per sample."""
+        return tuple(row[0] for row in self._rows)
+
+    @property
+    def entropies(self) -> tuple[tuple[float, ...], ...]:
+        """Per sample; empty where they are not known."""
+        known = all(len(row[1]) == len(row[0]) for row in self._rows)
+        return tuple(row[1] for row in self._rows) if known else ()
+
+    @property
+    def clip_states(self) -> tuple[tuple[int, ...], ...]:
+        """Per sample."""
+        return tuple(row[2] for row in self._rows)
