@@ -52,6 +52,7 @@ from headrace.models.tensor_threads import TensorThread
 from headrace.tracking.metrics import MetricsAggregator
 from headrace.utils.memory import keep_freed_memory
 from headrace.weights.in_place import InPlace
+from headrace.weights.sender import TO_SERVERS
 from headrace.weights.source import ModelWeights
 
 T = TypeVar("T")
@@ -60,7 +61,7 @@ T = TypeVar("T")
 class LocalBackend:
     """Owns model and optimizer; all tensor work runs on one thread of its own at a time."""
 
-    transports: ClassVar[tuple[str, ...]] = ("in_place", "shared_memory")
+    transports: ClassVar[tuple[str, ...]] = ("in_place", "shared_memory", *TO_SERVERS)
 
     def __init__(self, config: RunConfig) -> None:
         self._worker = TensorThread("headrace-learner", stays=takes_turns(config))
