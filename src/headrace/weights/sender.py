@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from headrace.errors import ConfigError, EngineError
 from headrace.registry import load_object
@@ -19,6 +20,12 @@ _TRANSFERS = {
 }
 TO_SERVERS = tuple(_TRANSFERS)
 """Transports of the senders that are made here."""
+
+
+class Reachable(Protocol):
+    """Who says where weights are to be sent."""
+
+    def endpoints(self) -> Sequence[Endpoint]: ...
 
 
 class ServerSender:
@@ -38,8 +45,13 @@ class ServerSender:
     async def send(self, version: int) -> str | None:
         if self._endpoints is None:
             raise EngineError(f"version {version} is sent, but no engine has bound itself to the sender")
-        endpoints = list(self._endpoints())
+        return await self._send(list(self._endpoints()), version)
 
+    async def send_to(self, engine: Reachable, version: int) -> str | None:
+        """Send to the servers of one engine only: a replica that was started again."""
+        return await self._send(list(engine.endpoints()), version)
+
+    async def _send(self, endpoints: Sequence[Endpoint], version: int) -> str | None:
         def run() -> str | None:
             self.transfer.open(endpoints)
             return self.transfer.send(self._source.stream(), version)
