@@ -170,7 +170,7 @@ class EngineSection(Section):
     urls: tuple[str, ...] = ()
     """Servers that run already, one per replica, such as "http://10.0.0.5:8000". Empty: Headrace starts its own."""
     replicas: int = Field(default=1, ge=1, le=4096)
-    """Servers that Headrace starts, watches, restarts and ends."""
+    """Engines side by side: servers, or processes of engine "torch". Headrace starts, watches, restarts and ends them."""
     python: str | None = None
     """Interpreter of the environment that has the server's package; empty takes Headrace's own."""
     server_args: tuple[str, ...] = ()
@@ -191,7 +191,8 @@ class EngineSection(Section):
     effects: ClassVar = declare(
         always("name", "max_model_length"),
         when.SAMPLES("max_batch", "prefill_tokens", "kept_tokens", "weights", "threads", "health_every_s"),
-        when.ON_SERVERS("urls", "replicas", "python", "server_args", "server_env", "api_key_env", "transport"),
+        when.SEVERAL_ENGINES("replicas"),
+        when.ON_SERVERS("urls", "python", "server_args", "server_env", "api_key_env", "transport"),
         when.ON_SERVERS("sync_tolerance", "start_timeout_s"),
         when.STARTS_SERVERS("replicas", "python", "server_args", "server_env", "start_timeout_s"),
         when.GIVEN_SERVERS("api_key_env"),

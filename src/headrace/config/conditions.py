@@ -94,6 +94,11 @@ NOT_ON_SERVERS = Condition(
     'engine "{c.engine.name}" leaves it to its servers',
     "remove it, or set engine.server_args",
 )
+SEVERAL_ENGINES = Condition(
+    lambda s: s.c.backend.name != "tinker",
+    'backend "tinker" samples on the service',
+    "remove it, or change backend.name",
+)
 STARTS_SERVERS = Condition(
     lambda s: not s.own.urls, "engine.urls names servers that run already", "remove one of the two"
 )

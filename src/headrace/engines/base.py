@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from headrace.config import RunConfig
 from headrace.errors import ConfigError
@@ -71,6 +71,12 @@ class EngineHealth:
     busy_s: float
     error: str | None = None
     restarts: int = 0
+    state: str = "serving"
+    """"serving"; "unsynced": it answers, but does not have the current weights; "starting": it is started again."""
+    reissued: int = 0
+    """Requests that were issued again, with the same seeds, because who had them was lost."""
+    replicas: tuple[EngineHealth, ...] = ()
+    """Of a pool, each of its engines."""
 
 
 class Generates(Protocol):
@@ -203,6 +209,30 @@ class EngineFactory(Protocol):
         ...
 
 
+@runtime_checkable
+class Routes(Protocol):
+    """What a pool has beside: requests that belong together go to one replica, whose cache has their beginning."""
+
+    async def generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams, seed: int, pinned: bool = False,
+        affinity: str | None = None,
+    ) -> Generation:  # fmt: skip
+        """As every engine; requests with the same `affinity` belong together."""
+        ...
+
+    routes: Literal[True]
+
+
+class ConversationView:
+    """An engine as one conversation, or the conversations of one group, see it."""
+
+    def __init__(self, engine: Routes, affinity: str, pinned: bool = False) -> None:
+        self._engine, self._affinity, self._pinned = engine, affinity, pinned
+
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, seed: int) -> Generation:
+        return await self._engine.generate(prompt_ids, params, seed, pinned=self._pinned, affinity=self._affinity)
+
+
 class EvaluationView:
     """An engine as evaluation sees it: all its requests are pinned."""
 
@@ -211,3 +241,15 @@ class EvaluationView:
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, seed: int) -> Generation:
         return await self._engine.generate(prompt_ids, params, seed, pinned=True)
+
+    def conversation(self, affinity: str) -> Generates:
+        """Itself, or of a pool the replica that serves the conversation."""
+        engine = self._engine
+        return ConversationView(engine, affinity, pinned=True) if isinstance(engine, Routes) else self
+
+
+def of_conversation(engine: Generates, affinity: str) -> Generates:
+    """The engine for a conversation: where there are several, always the same one."""
+    if isinstance(engine, EvaluationView):
+        return engine.conversation(affinity)
+    return ConversationView(engine, affinity) if isinstance(engine, Routes) else engine

@@ -124,6 +124,8 @@ class Routes:
                 waiting = asyncio.create_task(frames.get())
         finally:
             waiting.cancel()
+        if call.cancelled():  # the client has disconnected
+            return
         try:
             await call
         except HeadraceError as error:

@@ -53,6 +53,19 @@ class SendsToSome(Protocol):
         ...
 
 
+@runtime_checkable
+class Replicated(Protocol):
+    """What a pool has beside: each replica proves for itself what it decodes with."""
+
+    def synced(self) -> Sequence[Updatable]:
+        """The replicas that took part in the update."""
+        ...
+
+    def distrust(self, engine: Any, why: WeightSyncError | ServerLostError) -> None:
+        """Replace one that does not decode with the weights that were sent."""
+        ...
+
+
 _ATTEMPTS = 4
 
 
@@ -130,12 +143,26 @@ class WeightSync:
         ours, (arrived, theirs) = await asyncio.gather(self._source.fingerprint(), self._send(engine, version))
         self._prove(version, engine.health().version, ours, theirs)
         if self._canary is not None:
-            scores = await self._canary.learner_scores()
-            score, confirmed = engine.compute_logprobs, arrived is not None
-            self.canary_difference = await self._canary.prove(version, scores, score, confirmed)
+            self.canary_difference = await self._prove_by_rows(self._canary, engine, version, arrived is not None)
         if pauses:  # after the proof: no token is sampled with weights that are not the learner's
             await engine.resume()
         return ours
+
+    async def _prove_by_rows(self, canary: CanaryCheck, engine: Updatable, version: int, arrived: bool) -> float:
+        """The largest difference. A replica that fails is replaced, as long as there is one that does not."""
+        scores, found = await canary.learner_scores(), list[float]()
+        failed: list[tuple[Updatable, WeightSyncError | ServerLostError]] = []
+        for one in engine.synced() if isinstance(engine, Replicated) else (engine,):
+            try:
+                found.append(await canary.prove(version, scores, one.compute_logprobs, arrived))
+            except (WeightSyncError, ServerLostError) as error:
+                failed.append((one, error))
+        if not found:
+            raise failed[0][1]
+        for one, error in failed:
+            assert isinstance(engine, Replicated)
+            engine.distrust(one, error)
+        return max(found)
 
     async def _send(self, engine: Updatable, version: int) -> tuple[str | None, str | None]:
         if engine is not self._engine and isinstance(self._sender, SendsToSome):

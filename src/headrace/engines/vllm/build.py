@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ from headrace.config import RunConfig
 from headrace.engines.base import ModelHost, RolloutEngine, SamplingParams
 from headrace.engines.http import authorization
 from headrace.engines.placement import engine_threads
+from headrace.engines.pool import EnginePool
 from headrace.engines.servers.client import ServerClient
 from headrace.engines.servers.server import GivenServer, Server, StartedServer
 from headrace.engines.vllm.command import Launch
 from headrace.engines.vllm.engine import VllmEngine, VllmOptions
-from headrace.engines.vllm.factory import transports
+from headrace.engines.vllm.factory import servers, transports
 from headrace.errors import ConfigError
 from headrace.models.catalog import resolve_model
 from headrace.utils.child_environment import expanded
@@ -31,13 +33,11 @@ def build_engine(config: RunConfig, host: ModelHost) -> RolloutEngine:
             f'engine "vllm" needs a backend that sends to servers, got {type(host.sender).__name__}; return a '
             f"ServerSender from the backend's host(), or set engine.name to another engine"
         )
-    options = _options(config, host)
-    section = config.engine
-    count = len(section.urls) or section.replicas
+    count = servers(config)
+    options = replace(_options(config, host), waits=count == 1)
     engines = [_engine(config, options, host, number) for number in range(count)]
-    if count > 1:
-        raise ConfigError(f"{count} replicas need a pool")
-    engine = engines[0]
+    # with adapters, servers have several versions side by side, and all of them pin
+    engine = engines[0] if count == 1 else EnginePool(engines, pins_one=not config.model.lora.rank)
     host.sender.bind(engine.endpoints)
     return engine
 

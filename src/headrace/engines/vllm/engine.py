@@ -331,6 +331,13 @@ class VllmEngine:
         """Return when the server can be talked to again."""
         await self._until_closed(self._alive.wait())
 
+    def replace_server(self) -> None:
+        """Start the server again: what it decodes with is not to be trusted."""
+        self._alive.clear()
+        self._up.clear()
+        if self._recovering is None:
+            self._recovering = asyncio.create_task(self._recover(), name="headrace-vllm-recover")
+
     async def _recover(self) -> None:
         try:
             self._tokens_before += self._tokens
@@ -377,7 +384,14 @@ class VllmEngine:
             busy_s=self._busy_s + (now - self._busy_since if count else 0.0),
             error=str(self._error) if self._error else None,
             restarts=self._restarts,
+            state=self._state(),
+            reissued=self._reissued,
         )
+
+    def _state(self) -> str:
+        if self._opening is None or self._up.is_set():
+            return "serving"
+        return "unsynced" if self._alive.is_set() else "starting"
 
     async def close(self) -> None:
         if self._closed.is_set():
