@@ -142,6 +142,8 @@ RUNS: list[dict[str, Any]] = [
     {"data": {"mixture": {"x": {"tasks": "rows.jsonl"}, "y": SET}}},
     {"eval": {"sets": {"x": {"tasks": "rows.jsonl"}}}},
     {"eval": {"before": False, "after": False, "sets": {"x": SET}}},
+    {"engine": {"name": "vllm"}, "workflow": {"name": "environment"}},
+    {"engine": {"name": "vllm", "urls": ["http://127.0.0.1:8000"]}},
 ]
 """Between them, every condition of every setting holds in one and does not in another."""
 
@@ -152,7 +154,8 @@ VALUES: dict[str, Any] = {
     "gateway.host": "127.0.0.2", "gateway.token": "$NAME",
     "algorithm.roles.x.estimator": "grpo", "algorithm.roles.x.loss": "gspo",
     "filters.drop_terminations": ["length", "turns", "tools", "tokens", "timeout"], "workflow.grouping": "by_step",
-    "rollout.max_episode_tokens": 1000, "model.device": "cuda",
+    "rollout.max_episode_tokens": 1000, "model.device": "cuda", "engine.server_env": {"A": "b"},
+    "engine.urls": ["http://127.0.0.1:8001"],
 }  # fmt: skip
 """Values for settings whose type does not say enough."""
 

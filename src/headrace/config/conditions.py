@@ -12,6 +12,7 @@ from headrace.config.derived import (
     has_own,
     has_rows,
     longest_reply,
+    on_servers,
     reads_old,
     reads_rows,
     rolls_out,
@@ -112,6 +113,27 @@ TINKER = Condition(
     lambda s: s.c.backend.name == "tinker" or has_own({s.c.backend.name}, "backend"),
     'it is for backend "tinker", and backend.name is "{c.backend.name}"',
 )
+ON_SERVERS = Condition(
+    lambda s: on_servers(s.c) or has_own({s.c.engine.name}, "engine"),
+    'it is for engines on servers ("vllm", "sglang"), and engine.name is "{c.engine.name}"',
+    "remove it, or change engine.name",
+)
+NOT_ON_SERVERS = Condition(
+    lambda s: not on_servers(s.c),
+    'engine "{c.engine.name}" leaves it to its servers',
+    "remove it, or set engine.server_args",
+)
+SEVERAL_ENGINES = Condition(
+    lambda s: s.c.backend.name != "tinker",
+    'backend "tinker" samples on the service',
+    "remove it, or change backend.name",
+)
+STARTS_SERVERS = Condition(
+    lambda s: not s.own.urls, "engine.urls names servers that run already", "remove one of the two"
+)
+GIVEN_SERVERS = Condition(
+    lambda s: bool(s.own.urls), "Headrace starts the servers, on loopback", "remove it, or set engine.urls"
+)
 PARTIAL = Condition(
     lambda s: s.c.trainer.partial_rollouts or varies(s.c, "trainer.partial_rollouts"),
     "trainer.partial_rollouts is false, so no sequence is in flight at a weight sync",
@@ -142,7 +164,7 @@ NO_WARMUP_STEPS = Condition(
     "remove one of the two",
 )
 SEPARATE = Condition(
-    lambda s: s.c.trainer.placement == "separate" or has_own({s.c.backend.name}, "backend"),
+    lambda s: s.c.trainer.placement == "separate" or on_servers(s.c) or has_own({s.c.backend.name}, "backend"),
     "a colocated engine shares the learner's threads",
     'set backend.threads, or trainer.placement = "separate"',
 )

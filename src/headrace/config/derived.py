@@ -105,3 +105,8 @@ def samples_as_learned(config: RunConfig) -> bool:
     """Whether the sampler's distribution is meant to be the learner's."""
     rollout, model = config.rollout, config.model
     return rollout.top_p == 1 and not rollout.top_k and not model.lora.dropout and config.engine.weights == "float32"
+
+
+def on_servers(config: RunConfig) -> bool:
+    """Whether servers sample, which Headrace talks to over HTTP."""
+    return config.engine.name in ("vllm", "sglang")

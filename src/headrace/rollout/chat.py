@@ -143,12 +143,12 @@ class ChatTemplate:
     def _split_reasoning(self, text: str, prompt_ids: Sequence[Any]) -> tuple[str | None, str]:
         if _THINK_CLOSE not in text:
             return None, text
-        if not text.lstrip().startswith(_THINK_OPEN) and not self._opens_thinking(prompt_ids):
+        if not text.lstrip().startswith(_THINK_OPEN) and not self.opens_thinking(prompt_ids):
             return None, text
         thought, _, content = text.partition(_THINK_CLOSE)
         return thought.lstrip().removeprefix(_THINK_OPEN).strip("\n"), content.lstrip("\n")
 
-    def _opens_thinking(self, prompt_ids: Sequence[Any]) -> bool:
+    def opens_thinking(self, prompt_ids: Sequence[Any]) -> bool:
         """Whether the template itself began the reply's reasoning."""
         tail = [token for token in prompt_ids[-_TAIL:] if isinstance(token, int)]
         return self._tokenizer.decode(tail).rstrip("\n").endswith(_THINK_OPEN)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from headrace.data.sample import NO_VERSION, Sample
 from headrace.models.device import CPU
