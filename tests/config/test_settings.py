@@ -140,6 +140,9 @@ RUNS: list[dict[str, Any]] = [
     {"data": {"mixture": {"x": {"tasks": "rows.jsonl"}, "y": SET}}},
     {"eval": {"sets": {"x": {"tasks": "rows.jsonl"}}}},
     {"eval": {"before": False, "after": False, "sets": {"x": SET}}},
+    {"judge": {"placement": "ray"}, "cluster": {"address": "auto"}, "workflow": {"judger": "exact"}},
+    {"backend": {"name": "mine.py:Backend"}, "cluster": {"address": "auto"}},
+    {"backend": {"name": "mine.py:Backend"}, "judge": {"placement": "ray"}},
 ]
 """Between them, every condition of every setting holds in one and does not in another."""
 
@@ -150,7 +153,9 @@ VALUES: dict[str, Any] = {
     "gateway.host": "127.0.0.2", "gateway.token": "$NAME",
     "algorithm.roles.x.estimator": "grpo", "algorithm.roles.x.loss": "gspo",
     "filters.drop_terminations": ["length", "turns", "tools", "tokens", "timeout"], "workflow.grouping": "by_step",
-    "rollout.max_episode_tokens": 1000,
+    "rollout.max_episode_tokens": 1000, "cluster.address": "auto", "launch.slurm.options": ["--exclusive"],
+    "launch.k8s.mount": "/data", "launch.ray.address": "http://head:8265",
+    "cluster.learner": {"GPU": 1}, "cluster.judger": {"CPU": 2}, "launch.hours": 3,
 }  # fmt: skip
 """Values for settings whose type does not say enough."""
 

@@ -18,6 +18,7 @@ FREE = (
     "produce.capacity", "produce.spill_above_mb",
     "rollout.retries", "data.on_overlap", "engine", "eval", "gateway",
     "tinker.base_url", "tinker.api_key_env", "tinker.ttl_s", "track", "ledger", "alarm", "simulate",
+    "cluster", "launch", "judge.placement", "judge.actors",
 )  # fmt: skip
 """Settings and sections that do not change what is learned: how a run is monitored, stored and supplied."""
 
