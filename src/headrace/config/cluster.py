@@ -165,6 +165,9 @@ class LaunchSection(Section):
     """Memory of each node, in GB."""
     hours: float | None = Field(default=None, gt=0, le=100_000)
     """Time limit of the job; empty for the scheduler's own."""
+    grace_s: float = Field(default=120.0, ge=2, le=86_400)
+    """Seconds between the signal that stops the job and its end. Half of them are for the current step
+    (run.grace_s), the others for saving."""
     slurm: SlurmSection = SlurmSection()
     """For --on slurm."""
     k8s: K8sSection = K8sSection()
@@ -172,4 +175,4 @@ class LaunchSection(Section):
     ray: RayJobsSection = RayJobsSection()
     """For --on ray."""
 
-    effects: ClassVar = always("nodes", "cpus", "gpus", "memory_gb", "hours")
+    effects: ClassVar = always("nodes", "cpus", "gpus", "memory_gb", "hours", "grace_s")

@@ -11,7 +11,7 @@ from headrace.config import RunConfig, flatten
 from headrace.errors import ConfigError
 
 FREE = (
-    "run.name", "run.dir", "run.resume",
+    "run.name", "run.dir", "run.resume", "run.grace_s",
     "trainer.save_every", "trainer.save_every_s", "trainer.save_last", "trainer.save_async",
     "trainer.keep_last", "trainer.keep_best", "trainer.best_metric", "trainer.callbacks", "trainer.hook_timeout_s",
     "rollout.max_concurrent", "rollout.timeout_s", "filters.most_replacements",

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, field_validator
 
 import headrace.config.conditions as when
-from headrace.config.base import MOST_STEPS, MOST_TOKENS, Section
+from headrace.config.base import LONGEST_S, MOST_STEPS, MOST_TOKENS, Section
 from headrace.config.effect import always, declare
 
 _LONGEST_NAME = 200  # of 255 on most file systems: "-2" and other endings are added
@@ -30,8 +30,11 @@ class RunSection(Section):
     """Make two runs of the same file equal bit for bit, at some cost in speed. Each sequence is computed in blocks of
     fixed shape, so that the result does not depend on the rest of the batch, with a fixed number of threads
     (backend.threads)."""
+    grace_s: float | None = Field(default=None, ge=0, le=LONGEST_S)
+    """After Ctrl-C or SIGTERM, how long the current step may still wait for rollouts. Then it is given up, the step
+    before is saved, and the run exits; its finished rollouts stay recorded. Empty: wait for the step."""
 
-    effects: ClassVar = always("name", "dir", "resume", "seed", "deterministic")
+    effects: ClassVar = always("name", "dir", "resume", "seed", "deterministic", "grace_s")
 
     @field_validator("name")
     @classmethod
