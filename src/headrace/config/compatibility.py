@@ -18,13 +18,13 @@ FREE = (
     "produce.capacity", "produce.spill_above_mb",
     "rollout.retries", "data.on_overlap", "engine", "eval", "gateway",
     "tinker.base_url", "tinker.api_key_env", "tinker.ttl_s", "track", "ledger", "alarm", "simulate",
-    "cluster", "launch", "judge.placement", "judge.actors",
+    "backend.rank_timeout_s", "cluster", "launch", "judge.placement", "judge.actors",
 )  # fmt: skip
 """Settings and sections that do not change what is learned: how a run is monitored, stored and supplied."""
 
 UNLESS_DETERMINISTIC = (
     "backend.micro_batch_tokens", "backend.logits_chunk", "backend.share_prefixes", "backend.gradient_checkpointing",
-    "backend.threads", "engine.threads", "engine.kept_tokens", "trainer.placement",
+    "backend.ranks", "backend.shard", "backend.cpu_offload", "backend.threads", "engine.threads", "engine.kept_tokens", "trainer.placement",
     "trainer.stream", "trainer.release_cache",
 )  # fmt: skip
 """Settings that change results by rounding, which `run.deterministic` does not allow."""

@@ -81,6 +81,10 @@ NOT_TINKER = Condition(
     'backend "tinker" leaves it to the service',
     "remove it, or change backend.name",
 )
+FSDP = Condition(
+    lambda s: s.c.backend.name == "fsdp" or has_own({s.c.backend.name}, "backend"),
+    'it is for backend "fsdp", and backend.name is "{c.backend.name}"',
+)
 TINKER_RANK = Condition(lambda s: s.c.backend.name != "tinker", "the adapters are the service's", "set tinker.rank")
 TINKER = Condition(
     lambda s: s.c.backend.name == "tinker" or has_own({s.c.backend.name}, "backend"),

@@ -105,9 +105,20 @@ class BackendSection(Section):
     """Threads of the tensor library. 0 lets it choose; with run.deterministic, whose results depend on the number, 0
     means 2."""
 
+    ranks: Annotated[int, Field(ge=1, le=65_536)] | Literal["auto"] = "auto"
+    """Ranks of backend "fsdp". "auto": one for each GPU of this machine, or of the cluster; without GPUs, one."""
+    shard: int = Field(default=0, ge=0, le=65_536)
+    """So many ranks hold the model between them; several such groups hold it several times over (HSDP). 0: all."""
+    cpu_offload: bool = False
+    """Keep shards of parameters, gradients and optimizer state in host memory, and on the GPU only while they are
+    needed."""
+    rank_timeout_s: float = Field(default=600.0, gt=0, le=LONGEST_S)
+    """How long ranks may compute without any progress. Then their stacks go to the log, and all are started again."""
+
     effects: ClassVar = declare(
         always("name", "micro_batch_tokens"),
         when.NOT_TINKER("logits_chunk", "share_prefixes", "gradient_checkpointing", "threads"),
+        when.FSDP("ranks", "shard", "cpu_offload", "rank_timeout_s"),
     )
 
 

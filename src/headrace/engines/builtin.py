@@ -12,7 +12,7 @@ from headrace.engines.process.wire import EngineOptions
 from headrace.engines.torch.engine import TorchEngine, usable_length
 from headrace.errors import ConfigError
 from headrace.weights.in_place import InPlace
-from headrace.weights.shared_memory import SharedWeights
+from headrace.weights.shared_memory import SharedBuffers
 
 
 class BuiltinEngine:
@@ -64,7 +64,7 @@ def _in_process(config: RunConfig, host: ModelHost) -> ProcessEngine:
         cache_on_publish=section.cache_on_publish,
         threads=engine_threads(config),
     )
-    return ProcessEngine(_sender(host, SharedWeights), options)
+    return ProcessEngine(_sender(host, SharedBuffers), options)
 
 
 def _sender(host: ModelHost, kind: type[S]) -> S:

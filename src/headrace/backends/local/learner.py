@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,13 +38,22 @@ from headrace.data.episode import Step
 from headrace.data.sample import TrainBatch
 from headrace.engines.placement import DETERMINISTIC_ROWS, learner_threads
 from headrace.errors import BackendError
-from headrace.models.causal import build_causal_model
+from headrace.models.causal import CausalModel, build_causal_model
 from headrace.models.load import load_model, load_tokenizer
 from headrace.models.logprobs import target_logprobs, wide_dtype
 from headrace.models.modules import lay_end_to_end
 from headrace.models.packed import PackedRows
 from headrace.tracking.metrics import MetricsAggregator
 from headrace.utils.memory import keep_freed_memory
+
+
+class Found:
+    """What the micro-batches of a batch add to."""
+
+    def __init__(self, samples: int) -> None:
+        self.metrics = MetricsAggregator()
+        self.logprobs: list[tuple[float, ...]] = [()] * samples
+        self.rejected: set[int] = set()
 
 
 class Learner:
@@ -61,16 +71,13 @@ class Learner:
         self.scoring = threading.Lock()
         torch.manual_seed(config.run.seed)
         self.tokenizer = load_tokenizer(config.model.name)
-        self.hf_model = load_model(config.model)
+        self.hf_model = self._load_model()
         self.hf_model.train()
-        if config.trainer.placement == "separate":
-            lay_end_to_end(self.hf_model)  # a weight sync copies all of it
-        self.model = build_causal_model(self.hf_model, config.model.fast_path)
-        self.model.row_block = DETERMINISTIC_ROWS if config.run.deterministic else 0
-        self.model.shares_prefixes &= config.backend.share_prefixes
+        self.model = self._new_model()
         if config.backend.gradient_checkpointing:
             self._checkpoint_gradients()
         self.value_head = self._new_value_head() if config.algorithm.value_head else None
+        self._shard()
         self.optimizer = new_adamw([p for p in self.modules().parameters() if p.requires_grad], config.optimizer)
         self.reference: FrozenModel | None = None
         self.teacher: Teacher | None = None
@@ -87,29 +94,42 @@ class Learner:
 
     def forward_backward(self, batch: TrainBatch, algorithm: AlgorithmSection) -> Trained:
         """Add the gradient of the batch's summed, weighted token losses to what has accumulated."""
-        metrics = MetricsAggregator()
-        found: list[tuple[float, ...]] = [()] * len(batch.samples)
-        rejected: set[int] = set()
         require_trainable(algorithm, batch)
-        share = self.model.shares_prefixes
+        found = Found(len(batch.samples))
         for indices in batch.micro_batches:
-            samples = [batch.samples[i] for i in indices]
-            tokens = TokenTensors(samples, [batch.weights[i] for i in indices], self._loss_dtype, share)
-            hidden_MD = self.model.hidden(tokens.rows).index_select(0, tokens.where_M)
-            logprobs_M, entropy_M = self._head(hidden_MD, tokens, bool(algorithm.entropy_coef))
-            context = loss_context(tokens, logprobs_M, algorithm, self.config.dpo.beta)
-            loss_M, loss_metrics, rejected_R = token_losses(context, samples, entropy_M, tokens.sampled_M)
-            if bool(tokens.valued_M.any()):  # other roles of the micro-batch may have no returns
-                error_M = 0.5 * (self._values(hidden_MD) - tokens.returns_M) ** 2 * tokens.valued_M
-                loss_M = without_rejected(loss_M + algorithm.value_coef * error_M, rejected_R, tokens.row_M)
-                loss_metrics["value/loss"] = error_M.detach()[tokens.valued_M]
-            require_finite(loss_M, tokens.row_M, batch, indices)
-            (loss_M * tokens.weights_M).sum().backward()
-            record_losses(metrics, loss_M[~rejected_R[tokens.row_M]], entropy_M, loss_metrics)
-            rejected |= {indices[row] for row in rejected_R.nonzero().flatten().tolist()}
-            for index, part in zip(indices, logprobs_M.detach().split(tokens.counts), strict=True):
-                found[index] = tuple(part.tolist())
-        return Trained(metrics, tuple(found), frozenset(rejected))
+            self._learn(batch, indices, algorithm, found)
+        return Trained(found.metrics, tuple(found.logprobs), frozenset(found.rejected))
+
+    def _learn(self, batch: TrainBatch, indices: Sequence[int], algorithm: AlgorithmSection, found: Found) -> None:
+        """One micro-batch: forward, loss, backward."""
+        samples = [batch.samples[i] for i in indices]
+        weights = [batch.weights[i] for i in indices]
+        tokens = TokenTensors(samples, weights, self._loss_dtype, self.model.shares_prefixes)
+        logprobs_M, entropy_M, values_M = self._forward(tokens, algorithm)
+        context = loss_context(tokens, logprobs_M, algorithm, self.config.dpo.beta)
+        loss_M, loss_metrics, rejected_R = token_losses(context, samples, entropy_M, tokens.sampled_M)
+        if values_M is not None:
+            error_M = 0.5 * (values_M - tokens.returns_M) ** 2 * tokens.valued_M
+            loss_M = without_rejected(loss_M + algorithm.value_coef * error_M, rejected_R, tokens.row_M)
+            loss_metrics["value/loss"] = error_M.detach()[tokens.valued_M]
+        self._require_finite(loss_M, tokens.row_M, batch, indices)
+        (loss_M * tokens.weights_M).sum().backward()
+        record_losses(found.metrics, loss_M[~rejected_R[tokens.row_M]], entropy_M, loss_metrics)
+        found.rejected |= {indices[row] for row in rejected_R.nonzero().flatten().tolist()}
+        for index, part in zip(indices, logprobs_M.detach().split(tokens.counts), strict=True):
+            found.logprobs[index] = tuple(part.tolist())
+
+    def _forward(self, tokens: TokenTensors, algorithm: AlgorithmSection) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Log-probability and entropy of every trained target, and the values of a micro-batch that has returns."""
+        hidden_MD = self.model.hidden(tokens.rows).index_select(0, tokens.where_M)
+        logprobs_M, entropy_M = self._head(hidden_MD, tokens, bool(algorithm.entropy_coef))
+        return logprobs_M, entropy_M, self._values(hidden_MD) if self._wants_values(tokens) else None
+
+    def _wants_values(self, tokens: TokenTensors) -> bool:
+        return bool(tokens.valued_M.any())  # other roles of the micro-batch may have no returns
+
+    def _require_finite(self, loss_M: Tensor, row_M: Tensor, batch: TrainBatch, indices: Sequence[int]) -> None:
+        require_finite(loss_M, row_M, batch, indices)
 
     def optim_step(self, lr: float, grad_scale: float) -> MetricsAggregator:
         """Scale the accumulated gradient, clip it, apply it, and forget it."""
@@ -188,9 +208,23 @@ class Learner:
             self.teacher = Teacher(self.config, self.tokenizer, eos_token_ids(self.hf_model, self.tokenizer))
         return self.teacher
 
+    def _load_model(self) -> Any:
+        return load_model(self.config.model)
+
+    def _new_model(self) -> CausalModel:
+        if self.config.trainer.placement == "separate":
+            lay_end_to_end(self.hf_model)  # a weight sync copies all of it
+        model = build_causal_model(self.hf_model, self.config.model.fast_path)
+        model.row_block = DETERMINISTIC_ROWS if self.config.run.deterministic else 0
+        model.shares_prefixes &= self.config.backend.share_prefixes
+        return model
+
+    def _shard(self) -> None:
+        """Called once model and value head are built; the optimizer gets the parameters as they are after it."""
+
     def _new_value_head(self) -> torch.nn.Linear:
         width = self.hf_model.config.get_text_config().hidden_size
-        head = torch.nn.Linear(width, 1, dtype=getattr(torch, self.config.model.dtype))
+        head = torch.nn.Linear(width, 1, dtype=self.hf_model.dtype)
         torch.nn.init.zeros_(head.weight)  # values start at 0: the first advantages are the rewards
         torch.nn.init.zeros_(head.bias)
         return head

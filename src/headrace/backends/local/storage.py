@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from headrace.backends.local.sharded_files import is_sharded, read_whole
 from headrace.errors import BackendError, boundary
 from headrace.models.fit import names_that_differ
 
 State = dict[str, dict[str, torch.Tensor]]
 """The tensors of each file of a checkpoint, by its name without `.safetensors`."""
 
-_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
 def _save_file(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
@@ -45,7 +46,7 @@ def save_state(folder: Path, modules: torch.nn.Module, optimizer: torch.optim.Op
 
 def collect_state(modules: torch.nn.Module, optimizer: torch.optim.Optimizer) -> State:
     """What `save_state` writes: the live tensors, which training changes."""
-    names = _trainable_names(modules)
+    names = trainable_names(modules)
     moments = {
         f"{names[p]}/{key}": value.detach()
         for p, state in optimizer.state.items()
@@ -82,10 +83,16 @@ def write_tensors(folder: Path, state: Mapping[str, Mapping[str, torch.Tensor]])
 
 def load_state(folder: Path, modules: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """The inverse of `save_state`, into the same tensors, so that whoever shares them sees the new values."""
+    load_tensors(str(folder), modules, optimizer, *read_files(folder))
+
+
+def read_files(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Weights and optimizer state, complete: as `save_state` wrote them, or as ranks did."""
+    if is_sharded(folder):
+        found = read_whole(folder)
+        return found["weights"], found["optimizer"]
     with boundary(BackendError, f"cannot read the checkpoint {folder}"):
-        weights = load_file(folder / "weights.safetensors")
-        moments = load_file(folder / "optimizer.safetensors")
-    load_tensors(str(folder), modules, optimizer, weights, moments)
+        return load_file(folder / "weights.safetensors"), load_file(folder / "optimizer.safetensors")
 
 
 def load_tensors(
@@ -96,16 +103,15 @@ def load_tensors(
     moments: Mapping[str, torch.Tensor],
 ) -> None:
     """Put saved weights and moments into a model and its optimizer. `source` names them in errors."""
-    names = _trainable_names(modules)
-    _require_weights(source, weights, names)
-    _require_moments(source, moments, names)
+    names = trainable_names(modules)
+    check_state(source, weights, moments, names)
     load_weights(source, modules, weights)
     optimizer.state.clear()
     for parameter, name in names.items():
         state = {
             # a copy: what was read is still in the file, which may be deleted
             key: moments[f"{name}/{key}"].clone()
-            for key in _MOMENTS
+            for key in MOMENTS
             if f"{name}/{key}" in moments
         }
         if state:
@@ -115,10 +121,21 @@ def load_tensors(
 @torch.no_grad()
 def load_weights(source: str, modules: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
     """Put saved weights into what is trained of a model. Nothing is changed if they do not fit."""
-    names = _trainable_names(modules)
+    names = trainable_names(modules)
     _require_weights(source, weights, names)
     for parameter, name in names.items():
         parameter.copy_(weights[name])
+
+
+def check_state(
+    source: str,
+    weights: Mapping[str, torch.Tensor],
+    moments: Mapping[str, torch.Tensor],
+    names: Mapping[torch.Tensor, str],
+) -> None:
+    """Raise BackendError unless saved tensors fit what is trained. Their shapes are enough for it."""
+    _require_weights(source, weights, names)
+    _require_moments(source, moments, names)
 
 
 def _require_weights(source: str, weights: Mapping[str, torch.Tensor], names: Mapping[torch.Tensor, str]) -> None:
@@ -139,11 +156,9 @@ def _require_moments(source: str, moments: Mapping[str, torch.Tensor], names: Ma
     shapes = {name: tuple(parameter.shape) for parameter, name in names.items()}
     for key, tensor in moments.items():
         name, _, kind = key.rpartition("/")
-        lacks = [one for one in _MOMENTS if f"{name}/{one}" not in moments]
-        if name not in shapes or kind not in _MOMENTS or lacks:
-            why = (
-                f"{name} lacks {', '.join(lacks)}" if name in shapes and kind in _MOMENTS else f"{key} is of no weight"
-            )
+        lacks = [one for one in MOMENTS if f"{name}/{one}" not in moments]
+        if name not in shapes or kind not in MOMENTS or lacks:
+            why = f"{name} lacks {', '.join(lacks)}" if name in shapes and kind in MOMENTS else f"{key} is of no weight"
             raise BackendError(f"{source}: the optimizer's state does not fit the model: {why}; use another checkpoint")
         if kind != "step" and tuple(tensor.shape) != shapes[name]:
             raise BackendError(
@@ -157,16 +172,20 @@ def collect_teacher(teacher: torch.nn.Module, names: Iterable[str]) -> State:
     return {"teacher": {name: weights[name].detach() for name in names}}
 
 
-def load_teacher(folder: Path, names: Collection[str]) -> dict[str, torch.Tensor] | None:
-    """What `collect_teacher` found for these names; None if the teacher was as the run began."""
+def load_teacher(folder: Path, names: Collection[str] | None = None) -> dict[str, torch.Tensor] | None:
+    """What `collect_teacher` found, for these names; None if the teacher was as the run began."""
     path = folder / "teacher.safetensors"
-    if not path.is_file():
-        return None
-    with boundary(BackendError, f"cannot read the teacher of the checkpoint {folder}"):
-        weights = load_file(path)
-    if differ := names_that_differ(weights, names):
+    if is_sharded(folder):
+        weights = read_whole(folder)["teacher"]
+    elif path.is_file():
+        with boundary(BackendError, f"cannot read the teacher of the checkpoint {folder}"):
+            weights = load_file(path)
+    else:
+        weights = {}
+    differ = names_that_differ(weights, names) if weights and names is not None else ""
+    if differ:
         raise BackendError(f"{path} is of another model: {differ}; use the run file it was made with")
-    return weights
+    return weights or None
 
 
 def export_folder(folder: Path, hf_model: Any, tokenizer: Any) -> None:
@@ -185,5 +204,5 @@ def export_folder(folder: Path, hf_model: Any, tokenizer: Any) -> None:
         _readable(path)
 
 
-def _trainable_names(modules: torch.nn.Module) -> dict[torch.Tensor, str]:
+def trainable_names(modules: torch.nn.Module) -> dict[torch.Tensor, str]:
     return {p: name for name, p in modules.named_parameters() if p.requires_grad}
