@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from headrace.engines.process.child import Tail
 from headrace.engines.process.wire import EngineOptions
+from headrace.utils.worker_process import Tail
 
 SMOKE = "the forward went up in smoke"
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _BUILTIN: dict[str, dict[str, str]] = {
     "backend": {
         "local": "headrace.backends.local.backend:LocalBackend",
+        "fsdp": "headrace.backends.fsdp.backend:FsdpBackend",
         "tinker": "headrace.backends.tinker.backend:TinkerBackend",
     },
     "engine": {

@@ -126,6 +126,13 @@ def test_a_stop_while_recorded_steps_are_repeated_is_honoured_after_the_step(tra
     assert made("r") == [1, 2, 3, 4]
 
 
+def test_a_file_is_laid_over_the_settings_of_a_resumed_run(train: Callable[..., int]) -> None:
+    assert train("run.toml", "--run-dir", "r", *STOP) == 130
+    Path("more.toml").write_text("[trainer]\nsteps = 5\ncallbacks = []\n")
+    assert train("--resume", "r", "more.toml") == 0
+    assert made("r") == [1, 2, 3, 4, 5]
+
+
 def test_the_same_command_resumes_too(train: Callable[..., int]) -> None:
     train("run.toml", "--run-dir", "r", *STOP)
     assert train("run.toml", "--run-dir", "r") == 0
@@ -194,7 +201,8 @@ def test_other_settings_are_refused_and_the_run_can_still_be_resumed(train: Call
     ("words", "says"),
     [
         (["--resume", "nowhere"], "nowhere holds no run to resume"),
-        (["run.toml", "--resume", "r"], "leave the run file run.toml out"),
+        (["--resume", "r", "named.toml"], "run.name of named.toml has no effect; leave it out"),
+        (["--resume", "r", "nowhere.toml"], "there is no run file nowhere.toml"),
         (["--resume", "r", "--run-dir", "x"], "--run-dir x has no effect"),
         (["--resume", "r", "--run.name", "x"], "--run.name has no effect"),
         (["--resume", "r", "--run.resume=never"], "--run.resume has no effect"),
@@ -209,6 +217,7 @@ def test_a_mistake_in_resuming_is_one_line(
     train: Callable[..., int], capsys: Caught, words: list[str], says: str
 ) -> None:
     train("run.toml", "--run-dir", "r")
+    Path("named.toml").write_text("[run]\nname = 'x'\n")
     capsys.readouterr()
     assert train(*words) == 2
     err = capsys.readouterr().err

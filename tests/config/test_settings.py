@@ -144,6 +144,9 @@ RUNS: list[dict[str, Any]] = [
     {"eval": {"before": False, "after": False, "sets": {"x": SET}}},
     {"engine": {"name": "vllm"}, "workflow": {"name": "environment"}},
     {"engine": {"name": "vllm", "urls": ["http://127.0.0.1:8000"]}},
+    {"judge": {"placement": "ray"}, "cluster": {"address": "auto"}, "workflow": {"judger": "exact"}},
+    {"backend": {"name": "mine.py:Backend"}, "cluster": {"address": "auto"}},
+    {"backend": {"name": "mine.py:Backend"}, "judge": {"placement": "ray"}},
 ]
 """Between them, every condition of every setting holds in one and does not in another."""
 
@@ -155,7 +158,9 @@ VALUES: dict[str, Any] = {
     "algorithm.roles.x.estimator": "grpo", "algorithm.roles.x.loss": "gspo",
     "filters.drop_terminations": ["length", "turns", "tools", "tokens", "timeout"], "workflow.grouping": "by_step",
     "rollout.max_episode_tokens": 1000, "model.device": "cuda", "engine.server_env": {"A": "b"},
-    "engine.urls": ["http://127.0.0.1:8001"],
+    "engine.urls": ["http://127.0.0.1:8001"], "cluster.address": "auto", "launch.slurm.options": ["--exclusive"],
+    "launch.k8s.mount": "/data", "launch.ray.address": "http://head:8265",
+    "cluster.learner": {"GPU": 1}, "cluster.judger": {"CPU": 2}, "launch.hours": 3,
 }  # fmt: skip
 """Values for settings whose type does not say enough."""
 

@@ -20,7 +20,7 @@ from contracts.engine_harness import soon, submitted, under_way, until
 from fork_server import ForkServer, is_running
 from headrace.config import LoraSection, ModelSection
 from headrace.engines.base import Generation, SamplingParams
-from headrace.engines.process.child import Launch, ProcessChild
+from headrace.engines.process.child import Child, Launch, launch_engine
 from headrace.engines.process.engine import ProcessEngine
 from headrace.engines.process.wire import EngineOptions
 from headrace.engines.torch.engine import TorchEngine
@@ -330,10 +330,10 @@ def script(folder: Path, text: str) -> Any:
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
 
-    def launch(options: EngineOptions, files: Any) -> ProcessChild:
+    def launch(options: EngineOptions, files: Any) -> Child:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "executable", str(path))
-            return ProcessChild(options, files)
+            return launch_engine(options, files)
 
     return launch
 
@@ -370,7 +370,7 @@ async def test_closing_an_engine_that_was_never_used_ends_its_process(make: Make
 
 
 async def test_a_real_process_ignores_ctrl_c_and_sigterm_and_ends_with_the_learner(make: Make) -> None:
-    engine = make(launch=ProcessChild)
+    engine = make(launch=launch_engine)
     os.kill(engine.pid, signal.SIGTERM)  # the interpreter has not even started
     tasks = asked(engine, 2)
     await until(lambda: engine.health().generated_tokens > 0)
@@ -386,7 +386,7 @@ async def test_a_real_process_ignores_ctrl_c_and_sigterm_and_ends_with_the_learn
 
 def test_a_process_whose_learner_is_gone_before_it_has_started_ends_too(llama: ModelSection) -> None:
     weights = SharedWeights(ModelWeights(load_model(llama)))
-    child = ProcessChild(EngineOptions(llama), weights.files)
+    child = launch_engine(EngineOptions(llama), weights.files)
     assert child.end(60) == 0  # it was not killed: its socket was closed
     weights.close()
 

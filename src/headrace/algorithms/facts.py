@@ -161,6 +161,7 @@ OBJECTIVES: Mapping[str, ObjectiveFacts] = {
 
 BACKENDS: Mapping[str, BackendFacts] = {
     "local": BackendFacts(value_head=True),
+    "fsdp": BackendFacts(value_head=True),
     "tinker": BackendFacts(value_head=False),
 }
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from headrace.config import RunConfig
 
 USAGE = (
-    "Usage: headrace eval FILE.toml [--section.key value ...] [OPTIONS]\n"
+    "Usage: headrace eval FILE.toml [OVERLAY.toml ...] [--section.key value ...] [OPTIONS]\n"
     "       headrace eval RUN_DIR [--section.key value ...] [OPTIONS]"
 )
 _OPTIONS = ("--checkpoint", "--model", "--url", "--api-key-env", "--json", "--plot", "--episodes", "--trust")

@@ -20,6 +20,8 @@ from headrace.cli.doctor import doctor
 from headrace.cli.evaluate import USAGE as EVAL_USAGE
 from headrace.cli.evaluate import evaluate, export
 from headrace.cli.help import examples, print_section
+from headrace.cli.launch import USAGE as LAUNCH_USAGE
+from headrace.cli.launch import launch
 from headrace.cli.ledger import ledger
 from headrace.cli.model import model_app
 from headrace.cli.replay import replay
@@ -91,6 +93,12 @@ app.command(
     help_epilogue=examples(
         "headrace simulate examples/countdown_async.toml --simulate.group_s 20 --simulate.learn_s 8"
     ),
+)
+app.command(
+    launch,
+    name="launch",
+    usage=LAUNCH_USAGE,
+    help_epilogue=examples("headrace launch examples/countdown.toml --on slurm --launch.cpus 8 --dry-run"),
 )
 app.command(
     ledger,

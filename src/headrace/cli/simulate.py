@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from headrace.scheduling.simulation.grid import GridPoint, Simulated
 
-USAGE = "Usage: headrace simulate FILE.toml [--section.key value ...] [OPTIONS]"
+USAGE = "Usage: headrace simulate FILE.toml [OVERLAY.toml ...] [--section.key value ...] [OPTIONS]"
 
 
 def simulate(

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from headrace.config import RunConfig
 
 USAGE = (
-    "Usage: headrace train FILE.toml [--section.key value ...] [OPTIONS]\n"
-    "       headrace train --resume RUN_DIR [--section.key value ...]"
+    "Usage: headrace train FILE.toml [OVERLAY.toml ...] [--section.key value ...] [OPTIONS]\n"
+    "       headrace train --resume RUN_DIR [OVERLAY.toml ...] [--section.key value ...]"
 )
-SFT_USAGE = "Usage: headrace sft FILE.toml [--section.key value ...] [OPTIONS]"
-RunFile = Annotated[str, Parameter(help="The run file.", allow_leading_hyphen=True)]
+SFT_USAGE = "Usage: headrace sft FILE.toml [OVERLAY.toml ...] [--section.key value ...] [OPTIONS]"
+RunFile = Annotated[str, Parameter(help="The run file; further ones are laid over it.", allow_leading_hyphen=True)]
 Overrides = Annotated[
     str,
     Parameter(
@@ -52,7 +52,7 @@ def train(
     dry_run: DryRun = False,
     trust: Trust = False,
 ) -> int:
-    """Train by a run file, or resume a run."""
+    """Train by a run file, or resume a run. Settings of a later file replace those of an earlier one."""
     if resume is not None:
         require_trust(resume, trust)
         words = [] if file is None else [file, *overrides]
@@ -124,34 +124,56 @@ def _numerics(config: RunConfig) -> dict[str, str]:
     return numerics_of(config)
 
 
-def read_run(file: str, overrides: tuple[str, ...], *options: str, run_dir: Path | None = None) -> RunConfig:
-    """The run file with its overrides; `options` are the command's own, for suggestions."""
+def read_run(file: str, words: Sequence[str], *options: str, run_dir: Path | None = None) -> RunConfig:
+    """The run files with their overrides; `options` are the command's own, for suggestions."""
     from headrace.config.loading import load_config
 
-    _refuse_unknown([file, *overrides], options)
+    _refuse_unknown([file, *words], options)
     if file.startswith("-"):
         raise ConfigError(f"the run file comes first, got {file}; write FILE.toml {file} ...")
-    return load_config(file, [*overrides, *_run_dir_overrides(run_dir)], objects=())
+    overlays, overrides = split_words(words)
+    return load_config([file, *overlays], [*overrides, *_run_dir_overrides(run_dir)], objects=())
+
+
+def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Run files, which are laid over the first one, apart from overrides."""
+    files: list[str] = []
+    overrides: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        if word.startswith("--"):
+            overrides.append(word)
+            overrides += [] if "=" in word else [value for value in [next(rest, None)] if value is not None]
+        elif word.endswith(".toml"):
+            files.append(word)
+        else:
+            raise ConfigError(
+                f'expected an option such as --trainer.steps, or another run file (.toml) to lay over, got "{word}"'
+            )
+    return files, overrides
 
 
 def _read_resumed(run: Path, words: Sequence[str], run_dir: Path | None) -> RunConfig:
-    """The stored configuration of a run with overrides, to resume it in its own folder."""
-    from headrace.config.loading import build_config, parse_overrides
+    """The stored configuration of a run with overlays and overrides, to resume it in its own folder."""
+    from headrace.config.loading import build_config, parse_overrides, read_layers
     from headrace.run.stored import stored_config
 
     if run_dir is not None:
         raise ConfigError(f"--resume continues in {run}, so --run-dir {run_dir} has no effect; leave it out")
-    if words and not words[0].startswith("-"):
-        raise ConfigError(f"--resume takes the settings from {run / 'config.json'}; leave the run file {words[0]} out")
     _refuse_unknown(words, _OPTIONS)
-    for key, _ in parse_overrides(words):
+    files, overrides = split_words(words)
+    overlays = read_layers(files) if files else []
+    given = {f"--{key}": key for key, _ in parse_overrides(overrides)}
+    given |= {f"{key} of {layer.source}": key for layer in overlays for key in layer.keys}
+    for shown, key in given.items():
         if key in ("run.dir", "run.name", "run.resume"):
-            raise ConfigError(f"--resume continues in {run}, so --{key} has no effect; leave it out")
+            raise ConfigError(f"--resume continues in {run}, so {shown} has no effect; leave it out")
     stored = stored_config(run)
     if stored is None:
         raise ConfigError(f"{run} holds no run to resume (it has no config.json); give the folder of a run")
     own = [*_run_dir_overrides(run), f"--run.resume={json.dumps(str(run), ensure_ascii=False)}"]
-    return build_config(stored, [*words, *own], where=str(run / "config.json"), objects=(), begun=True)
+    where = str(run / "config.json")
+    return build_config(stored, [*overrides, *own], where=where, overlays=overlays, objects=(), begun=True)
 
 
 def _refuse_unknown(words: Sequence[str], options: Sequence[str]) -> None:

@@ -21,6 +21,7 @@ from headrace.config.algorithm import (
     SftSection,
 )
 from headrace.config.base import Section, flatten
+from headrace.config.cluster import ClusterSection, K8sSection, LaunchSection, RayJobsSection, SlurmSection
 from headrace.config.data import CurriculumSection, DataSection, EvalSection, EvalSet, MixtureSection, SourceSection
 from headrace.config.loop import AlarmSection, DriftSection, ProduceSection, SimulateSection, TrainerSection
 from headrace.config.run import (
@@ -40,6 +41,7 @@ __all__ = [
     "AlarmSection",
     "AlgorithmSection",
     "BackendSection",
+    "ClusterSection",
     "CorrectionSection",
     "CurriculumSection",
     "DataSection",
@@ -53,13 +55,16 @@ __all__ = [
     "FilterSection",
     "GatewaySection",
     "JudgeSection",
+    "K8sSection",
     "KlSection",
+    "LaunchSection",
     "LedgerSection",
     "LoraSection",
     "MixtureSection",
     "ModelSection",
     "OptimizerSection",
     "ProduceSection",
+    "RayJobsSection",
     "RoleSection",
     "RolloutSection",
     "RunConfig",
@@ -67,6 +72,7 @@ __all__ = [
     "Section",
     "SftSection",
     "SimulateSection",
+    "SlurmSection",
     "SourceSection",
     "TinkerSection",
     "TrackSection",
@@ -86,6 +92,7 @@ class AgentConfig(Section):
     judge: JudgeSection = JudgeSection()
     rollout: RolloutSection = RolloutSection()
     gateway: GatewaySection = GatewaySection()
+    cluster: ClusterSection = ClusterSection()
     trainer: TrainerSection = TrainerSection()
 
 
@@ -123,3 +130,4 @@ class RunConfig(AgentLoopConfig, EvaluatorConfig):
     track: TrackSection = TrackSection()
     ledger: LedgerSection = LedgerSection()
     simulate: SimulateSection = SimulateSection()
+    launch: LaunchSection = LaunchSection()

@@ -51,10 +51,15 @@ class JudgeSection(Section):
     """How often judging is retried if infrastructure failed: a connection, a time-out, a sandbox."""
     on_failure: Literal["fail_episode", "stop"] = "fail_episode"
     """A judge call that failed fails the episode (which does not count as wrong), or stops the run."""
+    placement: Literal["local", "ray"] = "local"
+    """Where judgers run: in the trainer's process, or as actors on the cluster ([cluster])."""
+    actors: int = Field(default=2, ge=1, le=65_536)
+    """Judger actors on the cluster; judge.concurrency is the number of episodes judged at once by all of them."""
 
     effects: ClassVar = declare(
-        when.SAMPLES("routes", "concurrency", "timeout_s", "retries", "on_failure"),
-        when.JUDGED("concurrency", "timeout_s", "retries", "on_failure"),
+        when.SAMPLES("routes", "concurrency", "timeout_s", "retries", "on_failure", "placement", "actors"),
+        when.JUDGED("concurrency", "timeout_s", "retries", "on_failure", "placement", "actors"),
+        when.JUDGED_ON_RAY("actors"),
     )
 
 

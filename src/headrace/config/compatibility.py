@@ -11,19 +11,21 @@ from headrace.config import RunConfig, flatten
 from headrace.errors import ConfigError
 
 FREE = (
-    "run.name", "run.dir", "run.resume",
+    "run.name", "run.dir", "run.resume", "run.grace_s",
     "trainer.save_every", "trainer.save_every_s", "trainer.save_last", "trainer.save_async",
     "trainer.keep_last", "trainer.keep_best", "trainer.best_metric", "trainer.callbacks", "trainer.hook_timeout_s",
     "rollout.max_concurrent", "rollout.timeout_s", "filters.most_replacements",
     "produce.capacity", "produce.spill_above_mb",
     "optimizer.offload", "rollout.retries", "data.on_overlap", "engine", "eval", "gateway",
     "tinker.base_url", "tinker.api_key_env", "tinker.ttl_s", "track", "ledger", "alarm", "simulate",
+    "backend.rank_timeout_s", "cluster", "launch", "judge.placement", "judge.actors",
 )  # fmt: skip
 """Settings and sections that do not change what is learned: how a run is monitored, stored and supplied."""
 
 UNLESS_DETERMINISTIC = (
     "backend.micro_batch_tokens", "backend.logits_chunk", "backend.share_prefixes", "backend.gradient_checkpointing",
-    "backend.checkpoint_every", "backend.threads", "engine.threads", "engine.kept_tokens", "trainer.placement",
+    "backend.checkpoint_every", "backend.ranks", "backend.shard", "backend.cpu_offload", "backend.threads",
+    "engine.threads", "engine.kept_tokens", "trainer.placement",
     "trainer.stream", "trainer.release_cache",
     "model.device", "model.dtype", "model.tf32", "model.attention", "model.fast_path", "optimizer.master_dtype",
 )  # fmt: skip

@@ -11,8 +11,11 @@ from headrace.config.derived import (
     estimator_facts,
     has_own,
     has_rows,
+    is_judged,
     longest_reply,
     on_servers,
+    places_judgers,
+    places_learners,
     reads_old,
     reads_rows,
     rolls_out,
@@ -107,6 +110,10 @@ CHECKPOINTS = Condition(
     lambda s: s.own.gradient_checkpointing,
     "backend.gradient_checkpointing is false",
     "remove it, or set backend.gradient_checkpointing = true",
+)
+FSDP = Condition(
+    lambda s: s.c.backend.name == "fsdp" or has_own({s.c.backend.name}, "backend"),
+    'it is for backend "fsdp", and backend.name is "{c.backend.name}"',
 )
 TINKER_RANK = Condition(lambda s: s.c.backend.name != "tinker", "the adapters are the service's", "set tinker.rank")
 TINKER = Condition(
@@ -219,9 +226,31 @@ OWN_WORKFLOW = Condition(lambda s: s.own.workflow is not None, "{at}.workflow is
 OWN_JUDGER = Condition(lambda s: s.own.judger is not None, "{at}.judger is empty", "set {at}.judger, too")
 NAMED_JUDGER = Condition(lambda s: bool(s.c.workflow.judger), "workflow.judger is empty", "set workflow.judger, too")
 JUDGED = Condition(
-    lambda s: bool(s.c.workflow.judger or s.c.judge.routes or any(one.judger for one in s.c.eval.sets.values())),
+    lambda s: is_judged(s.c),
     "there is no judger",
     "remove it, or set workflow.judger or judge.routes",
+)
+JUDGED_ON_RAY = Condition(
+    lambda s: s.own.placement == "ray",
+    'judge.placement is "local"',
+    'remove it, or set judge.placement = "ray"',
+)
+PLACES = Condition(
+    lambda s: places_learners(s.c) or places_judgers(s.c),
+    'no part of the run is placed on a cluster: backend "{c.backend.name}" runs on this machine, and judge.placement '
+    'is "local"',
+    'remove it, or set backend.name = "fsdp" or judge.placement = "ray"',
+)
+ON_RAY = Condition(
+    lambda s: bool(s.own.address),
+    "cluster.address is empty, so there is no cluster",
+    'remove it, or set cluster.address to "auto", "local" or an address',
+)
+RAY_LEARNERS = Condition(
+    lambda s: places_learners(s.c), 'backend "{c.backend.name}" runs in the trainer\'s own process'
+)
+RAY_JUDGERS = Condition(
+    lambda s: places_judgers(s.c), 'judge.placement is "local"', 'remove it, or set judge.placement = "ray"'
 )
 SEVERAL_TURNS = Condition(
     lambda s: uses_workflow(s.c, *_SEVERAL_CALLS),

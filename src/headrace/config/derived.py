@@ -110,3 +110,23 @@ def samples_as_learned(config: RunConfig) -> bool:
 def on_servers(config: RunConfig) -> bool:
     """Whether servers sample, which Headrace talks to over HTTP."""
     return config.engine.name in ("vllm", "sglang")
+
+
+def is_judged(config: RunConfig) -> bool:
+    """Whether there is a judger."""
+    return bool(config.workflow.judger or config.judge.routes or any(one.judger for one in config.eval.sets.values()))
+
+
+def places_learners(config: RunConfig) -> bool:
+    """Whether the learner can be placed on a cluster: it has ranks, or is a user's own."""
+    return config.backend.name == "fsdp" or has_own({config.backend.name}, "backend")
+
+
+def places_judgers(config: RunConfig) -> bool:
+    """Whether judgers are placed on a cluster."""
+    return config.judge.placement == "ray"
+
+
+def uses_ray(config: RunConfig) -> bool:
+    """Whether the run has parts that are placed on a Ray cluster."""
+    return bool(config.cluster.address) and (places_learners(config) or places_judgers(config))

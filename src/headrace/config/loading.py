@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import re
 import tomllib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -17,11 +17,32 @@ from headrace.config.rules import impossible, problems_of
 from headrace.errors import ConfigError
 from headrace.registry import nearest
 
+Files = str | Path | Sequence[str | Path]
 
-def load_config(path: str | Path, overrides: Sequence[str] = (), objects: Collection[str] | None = None) -> RunConfig:
-    """Read a TOML run file and apply overrides such as `["--trainer.steps", "2"]`."""
-    path = Path(path)
-    return build_config(_read_toml(path), overrides, where=str(path), objects=objects)
+
+class Layer(NamedTuple):
+    """Settings from one source, with the keys that it sets."""
+
+    source: str
+    values: dict[str, Any]
+
+    @property
+    def keys(self) -> list[str]:
+        """The keys of its values; of an empty table, that of the table."""
+        return [key for key, _ in _leaves(self.values)]
+
+
+def load_config(files: Files, overrides: Sequence[str] = (), objects: Collection[str] | None = None) -> RunConfig:
+    """Read TOML run files, each laid over those before it, and apply overrides such as `["--trainer.steps", "2"]`."""
+    first, *others = read_layers([files] if isinstance(files, str | Path) else files)
+    return build_config(first.values, overrides, where=first.source, objects=objects, overlays=others)
+
+
+def read_layers(files: Sequence[str | Path]) -> list[Layer]:
+    """The values of run files, in their order."""
+    if not files:
+        raise ConfigError("there is no run file to read; give at least one")
+    return [Layer(str(path), _read_toml(path)) for path in map(Path, files)]
 
 
 class UnsoundConfigError(ConfigError):
@@ -38,30 +59,38 @@ def build_config(
     where: str = "configuration",
     laid_by: str = "command line",
     *,
+    overlays: Sequence[Layer] = (),
     objects: Collection[str] | None = None,
     may_be_idle: bool = False,
     begun: bool = False,
 ) -> RunConfig:
-    """Validate nested values and overrides; a problem names where its value comes from.
+    """Validate nested values, `overlays` over them, and overrides; a problem names where its value comes from.
 
     `objects` will be given in place of names. `may_be_idle` accepts settings without effect. `begun` says that a run
     was started with `values`: their problems are accepted, or a newer version of Headrace could not use it.
     """
     changed = copy.deepcopy(values)  # the caller's values stay as they are
-    laid_over = dict(parse_overrides(overrides))
-    for key, text in laid_over.items():
+    for layer in overlays:
+        _merge(changed, copy.deepcopy(layer.values), (), layer.source)
+    given = dict(parse_overrides(overrides))
+    for key, text in given.items():
         _lay_over(changed, key, _parse_value(text, _annotation_at(key.split("."))))
+    laid = [(layer.source, layer.keys) for layer in overlays] + [(laid_by, list(given))]
     try:
         config = RunConfig.model_validate(changed)
         accepted = problems_of(RunConfig.model_validate(values), objects) if begun else []
     except ValidationError as error:
-        raise ConfigError(_explain(error, where, laid_over, laid_by)) from None
+        raise ConfigError(_explain(error, where, laid)) from None
     found = impossible(config) if may_be_idle else problems_of(config, objects)
     problems = [problem for problem in found if problem not in accepted]
     if problems:
-        keys = [_setting_of(key) for key in laid_over]
-        sentences = [(_mentions(text, keys), text) for text in problems]
-        raise UnsoundConfigError(_by_source(sentences, where, laid_by), config)
+        settings = [(source, [_setting_of(key) for key in keys]) for source, keys in laid]
+        raise UnsoundConfigError(
+            _by_source(
+                (_blamed(where, settings, lambda keys, text=text: _mentions(text, keys)), text) for text in problems
+            ),
+            config,
+        )
     return config
 
 
@@ -125,6 +154,34 @@ def _is_text(annotation: Any) -> bool:
     )
 
 
+def _merge(values: dict[str, Any], over: dict[str, Any], at: tuple[str, ...], source: str) -> None:
+    """Lay one file's values over another's: key by key in sections and tables, any other value as a whole."""
+    for key, value in over.items():
+        path, below = (*at, key), values.get(key)
+        if isinstance(below, dict) != isinstance(value, dict) and key in values:
+            names = ("a table", "a value") if isinstance(value, dict) else ("a value", "a table")
+            raise ConfigError(
+                f"{source}: {'.'.join(path)} is {names[0]}, and {names[1]} in the file that it is laid over"
+            )
+        # an empty table empties one, as --eval.sets={} does; an empty section changes nothing
+        if isinstance(value, dict) and isinstance(below, dict) and (value or not _is_table(path)):
+            _merge(below, value, path, source)
+        else:
+            values[key] = value
+
+
+def _is_table(path: Sequence[str]) -> bool:
+    return get_origin(_annotation_at(path)) is dict
+
+
+def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
 def _lay_over(values: dict[str, Any], key: str, value: Any) -> None:
     *parents, last = key.split(".")
     for done, part in enumerate(parents):
@@ -140,24 +197,36 @@ def _as_written(part: str, values: dict[str, Any]) -> str:
     return part if part in values else part.replace("-", "_")
 
 
-def _explain(error: ValidationError, file: str, laid_over: Iterable[str], laid_by: str) -> str:
-    """All problems, each with where it comes from: the file, or an override."""
-    options = [f"{key.replace('-', '_')}." for key in laid_over]
-    found: list[tuple[bool, str]] = []
+Laid = Sequence[tuple[str, Sequence[str]]]
+"""What was laid over the first file, in order: each source with the keys that it sets."""
+
+
+def _explain(error: ValidationError, file: str, laid: Laid) -> str:
+    """All problems, each with where it comes from: a file, or an override."""
+    found: list[tuple[str, str]] = []
     for problem in error.errors():
         where = ".".join(str(part) for part in problem["loc"])
         path = f"{where.replace('-', '_')}."
-        # a problem of a table or section may come from a key in it
-        laid = any(path.startswith(option) or option.startswith(path) for option in options)
-        found.append((laid, _sentence(problem, where)))
-    return _by_source(found, file, laid_by)
+
+        def sets(keys: Sequence[str], path: str = path) -> bool:
+            # a problem of a table or section may come from a key in it
+            options = [f"{key.replace('-', '_')}." for key in keys]
+            return any(path.startswith(option) or option.startswith(path) for option in options)
+
+        found.append((_blamed(file, laid, sets), _sentence(problem, where)))
+    return _by_source(found)
 
 
-def _by_source(problems: Iterable[tuple[bool, str]], file: str, laid_by: str) -> str:
-    """Sentences, each with whether an override is to blame, by their source."""
+def _blamed(file: str, laid: Laid, sets: Callable[[Sequence[str]], bool]) -> str:
+    """The last source that sets what a problem is about; else the first file."""
+    return next((source for source, keys in reversed(laid) if sets(keys)), file)
+
+
+def _by_source(problems: Iterable[tuple[str, str]]) -> str:
+    """Sentences, each with the source to blame, by these sources."""
     found: dict[str, list[str]] = {}
-    for laid, sentence in problems:
-        found.setdefault(laid_by if laid else file, []).append(sentence)
+    for source, sentence in problems:
+        found.setdefault(source, []).append(sentence)
     return "; ".join(f"{source}: {'; '.join(sentences)}" for source, sentences in found.items())
 
 

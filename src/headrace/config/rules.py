@@ -147,6 +147,14 @@ def _judging(config: RunConfig) -> Iterator[str]:
         yield f'both workflow.judger ("{config.workflow.judger}") and judge.routes are set; keep one of them'
 
 
+def _placing(config: RunConfig) -> Iterator[str]:
+    if config.judge.placement == "ray" and not config.cluster.address:
+        yield (
+            'judge.placement = "ray" needs a cluster, and cluster.address is empty; set it to "auto", "local" or the '
+            "address of one"
+        )
+
+
 def _sampled_otherwise(config: RunConfig) -> Iterator[str]:
     """Replies are decoded with weights of fewer bits: what the loss must then do, and what cannot be."""
     algorithm, setting = config.algorithm, f'engine.weights = "{config.engine.weights}"'
@@ -312,6 +320,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _clipping,
     _warm_up,
     _judging,
+    _placing,
     _sampled_otherwise,
     _values,
     _schedule,

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, field_validator
 
 import headrace.config.conditions as when
-from headrace.config.base import MOST_STEPS, MOST_TOKENS, Section
+from headrace.config.base import LONGEST_S, MOST_STEPS, MOST_TOKENS, Section
 from headrace.config.effect import always, declare
 
 _LONGEST_NAME = 200  # of 255 on most file systems: "-2" and other endings are added
@@ -30,8 +30,11 @@ class RunSection(Section):
     """Make two runs of the same file equal bit for bit, at some cost in speed. Each sequence is computed in blocks of
     fixed shape, so that the result does not depend on the rest of the batch, with a fixed number of threads
     (backend.threads)."""
+    grace_s: float | None = Field(default=None, ge=0, le=LONGEST_S)
+    """After Ctrl-C or SIGTERM, how long the current step may still wait for rollouts. Then it is given up, the step
+    before is saved, and the run exits; its finished rollouts stay recorded. Empty: wait for the step."""
 
-    effects: ClassVar = always("name", "dir", "resume", "seed", "deterministic")
+    effects: ClassVar = always("name", "dir", "resume", "seed", "deterministic", "grace_s")
 
     @field_validator("name")
     @classmethod
@@ -122,10 +125,21 @@ class BackendSection(Section):
     """Threads of the tensor library. 0 lets it choose; with run.deterministic, whose results depend on the number, 0
     means 2."""
 
+    ranks: Annotated[int, Field(ge=1, le=65_536)] | Literal["auto"] = "auto"
+    """Ranks of backend "fsdp". "auto": one for each GPU of this machine, or of the cluster; without GPUs, one."""
+    shard: int = Field(default=0, ge=0, le=65_536)
+    """So many ranks hold the model between them; several such groups hold it several times over (HSDP). 0: all."""
+    cpu_offload: bool = False
+    """Keep shards of parameters, gradients and optimizer state in host memory, and on the GPU only while they are
+    needed."""
+    rank_timeout_s: float = Field(default=600.0, gt=0, le=LONGEST_S)
+    """How long ranks may compute without any progress. Then their stacks go to the log, and all are started again."""
+
     effects: ClassVar = declare(
         always("name", "micro_batch_tokens"),
         when.NOT_TINKER("logits_chunk", "share_prefixes", "gradient_checkpointing", "checkpoint_every", "threads"),
         when.CHECKPOINTS("checkpoint_every"),
+        when.FSDP("ranks", "shard", "cpu_offload", "rank_timeout_s"),
     )
 
 

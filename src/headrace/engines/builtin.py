@@ -13,7 +13,7 @@ from headrace.engines.process.wire import EngineOptions
 from headrace.engines.torch.engine import TorchEngine, usable_length
 from headrace.errors import ConfigError
 from headrace.weights.in_place import InPlace
-from headrace.weights.shared_memory import SharedWeights
+from headrace.weights.shared_memory import SharedBuffers
 
 
 class BuiltinEngine:
@@ -72,7 +72,7 @@ def _in_process(config: RunConfig, host: ModelHost) -> RolloutEngine:
         cache_on_publish=section.cache_on_publish,
         threads=engine_threads(config),
     )
-    weights = _sender(host, SharedWeights)
+    weights = _sender(host, SharedBuffers)
     if section.replicas == 1:
         return ProcessEngine(weights, options)
     return EnginePool([ProcessEngine(weights, options, waits=False) for _ in range(section.replicas)])

@@ -6,7 +6,7 @@ piece up to itself, and all of the pieces that its piece hangs on. Below a piece
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -52,12 +52,7 @@ class PackedRows:
 
         `begin` has each row's first position, for rows that continue a cached prefix (and share nothing).
         """
-        for row in rows:
-            if set(map(type, row)) <= {int}:
-                continue
-            odd = next((token for token in row if not isinstance(token, int)), None)
-            if odd is not None:
-                raise DataError(f"a text model reads integer token ids, got {type(odd).__name__} {str(odd)[:60]!r}")
+        require_text(rows)
         if share and len(rows) > 1:
             return _without_repeats([np.asarray(row, dtype=np.int64) for row in rows], device)
         flat = [token for row in rows for token in row]
@@ -139,6 +134,16 @@ class AttentionBins:
     def plain(self) -> bool:
         """Whether there is one row alone, and nothing to move."""
         return len(self.shapes) == 1 and self.shapes[0][0] == 1
+
+
+def require_text(rows: Iterable[Sequence[Any]]) -> None:
+    """Raise DataError for tokens that are no integer ids."""
+    for row in rows:
+        if set(map(type, row)) <= {int}:
+            continue
+        odd = next((token for token in row if not isinstance(token, int)), None)
+        if odd is not None:
+            raise DataError(f"a text model reads integer token ids, got {type(odd).__name__} {str(odd)[:60]!r}")
 
 
 class Tree:

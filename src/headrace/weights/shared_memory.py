@@ -7,6 +7,7 @@ the size of /dev/shm, takes memory only once it is written to, and is gone with 
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import tempfile
@@ -65,17 +66,13 @@ class _Span:
         return torch.empty(0, dtype=torch.uint8).set_(self.storage).numpy()[self.first : self.last]  # type: ignore
 
 
-class SharedWeights:
-    """The learner's side: it writes, the engine process reads."""
+class SharedBuffers:
+    """The learner's side: it writes, the engine process reads. Who writes, and how, is the subclass's."""
 
     in_place = False
 
-    def __init__(self, source: ModelWeights) -> None:
-        self._source = source
-        tensors = source.tensors()
-        spans = _spans(tensors.values())
-        self._slices = [span.in_buffer for span in spans.values()]
-        self.layout = _layout(tensors, spans)
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
         self.files = [_anonymous_file(self.layout.size) for _ in range(BUFFERS)]
         self._maps = [mmap.mmap(file, self.layout.size) for file in self.files]
         self._written: set[int] = set()
@@ -100,7 +97,11 @@ class SharedWeights:
         if self._reserved is None:
             raise EngineError(f"version {version} is sent before begin_update; begin an update, then send")
         buffer = self._reserved
-        await self._source.on_learner(lambda: self.write(buffer))
+        await self.on_learner(lambda: self.write(buffer))
+
+    async def on_learner(self, function: Callable[[], Any]) -> Any:
+        """Run it on the learner's thread."""
+        raise NotImplementedError
 
     def take_reserved(self) -> int:
         """The buffer of the version that was sent; the next one needs another."""
@@ -112,17 +113,17 @@ class SharedWeights:
         return buffer
 
     def write(self, buffer: int) -> None:
-        """Copy the learner's weights as they are now, at the speed of memory."""
-        tensors = self._source.tensors()  # again: someone may have moved a parameter to other memory
-        spans = _spans(tensors.values()).values()
-        assert [span.in_buffer for span in spans] == self._slices, "parameters are laid out otherwise than at the start"
-        whole = np.frombuffer(self._maps[buffer], dtype=np.uint8)
-        pieces: list[tuple[np.ndarray, np.ndarray]] = []
-        for span in spans:
-            target, source = (np.array_split(x, THREADS) for x in (whole[span.in_buffer], span.content()))
-            pieces += zip(target, source, strict=True)
-        bulk_map(lambda piece: np.copyto(*piece), pieces, whole.nbytes)
+        """Copy the learner's weights as they are now into a buffer."""
+        self.copy_into(buffer)
         self._written.add(buffer)
+
+    def copy_into(self, buffer: int) -> None:
+        """Copy the learner's weights as they are now."""
+        raise NotImplementedError
+
+    def content(self, buffer: int) -> np.ndarray:
+        """The bytes of a buffer."""
+        return np.frombuffer(self._maps[buffer], dtype=np.uint8)
 
     def release(self, buffer: int) -> None:
         """Give the memory of a buffer back; it may be written again. Only the last of its readers gives it back."""
@@ -140,6 +141,32 @@ class SharedWeights:
         for file in self.files:
             os.close(file)
         self.files, self._maps = [], []
+
+
+class SharedWeights(SharedBuffers):
+    """Of a learner in this process."""
+
+    def __init__(self, source: ModelWeights) -> None:
+        self._source = source
+        tensors = source.tensors()
+        spans = _spans(tensors.values())
+        self._slices = [span.in_buffer for span in spans.values()]
+        super().__init__(_layout(tensors, spans))
+
+    async def on_learner(self, function: Callable[[], Any]) -> Any:
+        return await self._source.on_learner(function)
+
+    def copy_into(self, buffer: int) -> None:
+        """At the speed of memory."""
+        tensors = self._source.tensors()  # again: someone may have moved a parameter to other memory
+        spans = _spans(tensors.values()).values()
+        assert [span.in_buffer for span in spans] == self._slices, "parameters are laid out otherwise than at the start"
+        whole = self.content(buffer)
+        pieces: list[tuple[np.ndarray, np.ndarray]] = []
+        for span in spans:
+            target, source = (np.array_split(x, THREADS) for x in (whole[span.in_buffer], span.content()))
+            pieces += zip(target, source, strict=True)
+        bulk_map(lambda piece: np.copyto(*piece), pieces, whole.nbytes)
 
 
 class BoundModels:
@@ -180,6 +207,33 @@ class BoundModels:
             slot.name: whole.view(slot.dtype).as_strided(slot.shape, slot.stride, slot.start // slot.dtype.itemsize)
             for slot in self._layout.slots
         }
+
+
+_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Linear layers whose weights decoding reads as one matrix: they must stand end to end."""
+
+
+def plain_layout(tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) -> Layout:
+    """A layout for tensors that are described by name, dtype and shape alone."""
+    slots: list[Slot] = []
+    start = 0
+    for number, (name, dtype, shape) in enumerate(sorted(tensors, key=lambda one: _family(one[0]))):
+        if not (number and _family(name)[:2] == _family(slots[-1].name)[:2]):
+            start = _aligned(start)
+        stride = tuple(math.prod(shape[place + 1 :]) for place in range(len(shape)))
+        slots.append(Slot(name, dtype, shape, stride, start))
+        start += math.prod(shape) * dtype.itemsize
+    return Layout(tuple(slots), _aligned(max(start, 1)))
+
+
+def _family(name: str) -> tuple[str, str, int]:
+    """What stands end to end: the module above, the layers together, and which of them it is."""
+    module, _, kind = name.rpartition(".")
+    above, _, layer = module.rpartition(".")
+    for group in _FUSED:
+        if layer in group:
+            return above, f"{group[0]}.{kind}", group.index(layer)
+    return above, f"{layer}.{kind}", 0
 
 
 def _spans(tensors: Iterable[Tensor]) -> dict[int, _Span]:

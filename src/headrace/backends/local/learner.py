@@ -6,6 +6,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ from headrace.data.episode import Step
 from headrace.data.sample import Sample, TrainBatch
 from headrace.engines.placement import DETERMINISTIC_ROWS, learner_threads
 from headrace.errors import BackendError
-from headrace.models.causal import build_causal_model
+from headrace.models.causal import CausalModel, build_causal_model
 from headrace.models.device import CPU, forward_dtype, master_dtype, prepare, resolve_device
 from headrace.models.device_memory import DeviceMemory, explained
 from headrace.models.load import load_model, load_tokenizer
@@ -52,6 +53,20 @@ from headrace.models.packed import PackedRows
 from headrace.models.transfer import download
 from headrace.tracking.metrics import MetricsAggregator
 from headrace.utils.memory import keep_freed_memory
+
+
+class Found:
+    """What the micro-batches of a batch add to."""
+
+    def __init__(self, samples: int) -> None:
+        self.metrics = MetricsAggregator()
+        self.values = TokenValues(samples)
+        self.rejected: set[int] = set()
+
+    def trained(self) -> Trained:
+        """All of it, once every micro-batch has added its part."""
+        values = self.values
+        return Trained(self.metrics, values.logprobs, frozenset(self.rejected), values.entropies, values.clip_states)
 
 
 class Learner:
@@ -72,18 +87,15 @@ class Learner:
         self.scoring = threading.Lock()
         torch.manual_seed(config.run.seed)
         self.tokenizer = load_tokenizer(config.model.name)
-        self.hf_model = load_model(config.model)
+        self.hf_model = self._load_model()
         self.hf_model.train()
-        if config.trainer.placement == "separate":
-            lay_end_to_end(self.hf_model)  # a weight sync copies all of it
-        self.model = build_causal_model(self.hf_model, config.model.fast_path, config.model.attention)
-        self.model.row_block = DETERMINISTIC_ROWS if config.run.deterministic else 0
-        self.model.shares_prefixes &= config.backend.share_prefixes
+        self.model = self._new_model()
         if config.backend.gradient_checkpointing:
             self._checkpoint_gradients()
         self.value_head = self._new_value_head() if config.algorithm.value_head else None
+        self._shard()
         trained = [p for p in self.modules().parameters() if p.requires_grad]
-        self.masters = MasterWeights(trained, master_dtype(config.model, config.optimizer))
+        self.masters = MasterWeights(trained, self._master_dtype())
         self.optimizer = new_adamw(self.masters.optimized, config.optimizer)
         offloads = config.optimizer.offload and self.device != CPU
         self._host = HostState(self.optimizer, self.masters.tensors(), self.device) if offloads else None
@@ -104,32 +116,51 @@ class Learner:
     def forward_backward(self, batch: TrainBatch, algorithm: AlgorithmSection) -> Trained:
         """Add the gradient of the batch's summed, weighted token losses to what has accumulated."""
         self._memory.begin_training()
-        metrics = MetricsAggregator()
-        found = TokenValues(len(batch.samples))
-        rejected: set[int] = set()
         require_trainable(algorithm, batch)
-        share = self.model.shares_prefixes
+        found = Found(len(batch.samples))
         for indices in batch.micro_batches:
-            samples = [batch.samples[i] for i in indices]
-            tokens = TokenTensors(samples, [batch.weights[i] for i in indices], self._loss_dtype, share, self.device)
-            with explained(self.device, self.config.backend, "a micro-batch", len(tokens.rows.ids_N)):
-                losses = self._losses(tokens, samples, algorithm)
-                (losses.loss_M * tokens.weights_M).sum().backward()
-            rejected |= {indices[row] for row in settle(losses, tokens, batch, indices, metrics, found)}
-        return Trained(metrics, found.logprobs, frozenset(rejected), found.entropies, found.clip_states)
+            self._learn(batch, indices, algorithm, found)
+        return found.trained()
+
+    def _learn(self, batch: TrainBatch, indices: Sequence[int], algorithm: AlgorithmSection, found: Found) -> None:
+        """One micro-batch: forward, loss, backward."""
+        samples = [batch.samples[i] for i in indices]
+        weights = [batch.weights[i] for i in indices]
+        tokens = TokenTensors(samples, weights, self._loss_dtype, self.model.shares_prefixes, self.device)
+        with explained(self.device, self.config.backend, "a micro-batch", len(tokens.rows.ids_N)):
+            losses = self._losses(tokens, samples, algorithm)
+            (losses.loss_M * tokens.weights_M).sum().backward()
+        self._settle(losses, tokens, batch, indices, found)
 
     def _losses(self, tokens: TokenTensors, samples: Sequence[Sample], algorithm: AlgorithmSection) -> MicroBatch:
         """The loss of every trained token of a micro-batch. Nothing here makes the host wait for the device."""
-        hidden_MD = self.model.hidden(tokens.rows).index_select(0, tokens.where_M)
-        logprobs_M, entropy_M = self._head(hidden_MD, tokens, bool(algorithm.entropy_coef))
+        logprobs_M, entropy_M, values_M = self._forward(tokens, algorithm)
         context = loss_context(tokens, logprobs_M, algorithm, self.config.dpo.beta)
         loss_M, loss_metrics, rejected_R, clip_M = token_losses(context, samples, entropy_M, tokens.sampled_M)
-        if tokens.valued_K is not None:  # other roles of the micro-batch may have no returns
-            valued_M = torch.zeros_like(loss_M).index_fill(0, tokens.valued_K, 1.0)
-            error_M = 0.5 * (self._values(hidden_MD) - tokens.returns_M) ** 2 * valued_M
+        if values_M is not None:
+            valued_M = torch.zeros_like(loss_M)
+            if tokens.valued_K is not None:
+                valued_M = valued_M.index_fill(0, tokens.valued_K, 1.0)
+            error_M = 0.5 * (values_M - tokens.returns_M) ** 2 * valued_M
             loss_M = without_rejected(loss_M + algorithm.value_coef * error_M, rejected_R, tokens.row_M)
-            loss_metrics["value/loss"] = error_M.detach().index_select(0, tokens.valued_K)
+            if tokens.valued_K is not None:
+                loss_metrics["value/loss"] = error_M.detach().index_select(0, tokens.valued_K)
         return MicroBatch(logprobs_M, loss_M, entropy_M, loss_metrics, rejected_R, clip_M, rejects_rows(algorithm))
+
+    def _forward(self, tokens: TokenTensors, algorithm: AlgorithmSection) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Log-probability and entropy of every trained target, and the values of a micro-batch that has returns."""
+        hidden_MD = self.model.hidden(tokens.rows).index_select(0, tokens.where_M)
+        logprobs_M, entropy_M = self._head(hidden_MD, tokens, bool(algorithm.entropy_coef))
+        return logprobs_M, entropy_M, self._values(hidden_MD) if self._wants_values(tokens) else None
+
+    def _wants_values(self, tokens: TokenTensors) -> bool:
+        return tokens.valued_K is not None  # other roles of the micro-batch may have no returns
+
+    def _settle(
+        self, losses: MicroBatch, tokens: TokenTensors, batch: TrainBatch, indices: Sequence[int], found: Found
+    ) -> None:
+        rejected = settle(losses, tokens, batch, indices, found.metrics, found.values)
+        found.rejected |= {indices[row] for row in rejected}
 
     def optim_step(self, lr: float, grad_scale: float) -> MetricsAggregator:
         """Scale the accumulated gradient, clip it, apply it, and forget it."""
@@ -219,9 +250,26 @@ class Learner:
             self.teacher = Teacher(self.config, self.tokenizer, eos_token_ids(self.hf_model, self.tokenizer))
         return self.teacher
 
+    def _load_model(self) -> Any:
+        return load_model(self.config.model)
+
+    def _new_model(self) -> CausalModel:
+        if self.config.trainer.placement == "separate":
+            lay_end_to_end(self.hf_model)  # a weight sync copies all of it
+        model = build_causal_model(self.hf_model, self.config.model.fast_path, self.config.model.attention)
+        model.row_block = DETERMINISTIC_ROWS if self.config.run.deterministic else 0
+        model.shares_prefixes &= self.config.backend.share_prefixes
+        return model
+
+    def _master_dtype(self) -> torch.dtype:
+        return master_dtype(self.config.model, self.config.optimizer)
+
+    def _shard(self) -> None:
+        """Called once model and value head are built; the optimizer gets the parameters as they are after it."""
+
     def _new_value_head(self) -> torch.nn.Linear:
         width = self.hf_model.config.get_text_config().hidden_size
-        head = torch.nn.Linear(width, 1, dtype=self._dtype, device=self.device)
+        head = torch.nn.Linear(width, 1, dtype=self.hf_model.dtype, device=self.device)
         torch.nn.init.zeros_(head.weight)  # values start at 0: the first advantages are the rewards
         torch.nn.init.zeros_(head.bias)
         return head

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from headrace.config import OptimizerSection
 from headrace.errors import BackendError, DivergedError
@@ -47,7 +48,8 @@ def step(optimizer: torch.optim.Optimizer, grad_scale: float, grad_clip: float) 
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not gradients:
         raise BackendError("optim_step was called with no accumulated gradient; call forward_backward before it")
-    norm = float(torch.nn.utils.get_total_norm(gradients)) * grad_scale
+    total = torch.nn.utils.get_total_norm(gradients)
+    norm = float(total.full_tensor() if isinstance(total, DTensor) else total) * grad_scale
     if not math.isfinite(norm):
         optimizer.zero_grad(set_to_none=True)
         lr = optimizer.param_groups[0]["lr"]

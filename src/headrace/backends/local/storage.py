@@ -12,13 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from headrace.backends.local.masters import MasterWeights
+from headrace.backends.local.sharded_files import is_sharded, read_whole
 from headrace.errors import BackendError, boundary
 from headrace.models.fit import names_that_differ
 
 State = dict[str, dict[str, torch.Tensor]]
 """The tensors of each file of a checkpoint, by its name without `.safetensors`."""
 
-_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
 def _save_file(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
@@ -49,7 +50,7 @@ def collect_state(
     modules: torch.nn.Module, optimizer: torch.optim.Optimizer, masters: MasterWeights | None = None
 ) -> State:
     """What `save_state` writes: the live tensors, which training changes. Of masters, not what they are rounded to."""
-    names = _trainable_names(modules, masters)
+    names = trainable_names(modules, masters)
     moments = {
         f"{names[p]}/{key}": value.detach()
         for p, state in optimizer.state.items()
@@ -95,10 +96,16 @@ def load_state(
 
     Device and type are those of the run: a state written on one device is read on any other.
     """
+    load_tensors(str(folder), modules, optimizer, *read_files(folder), masters)
+
+
+def read_files(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Weights and optimizer state, complete: as `save_state` wrote them, or as ranks did."""
+    if is_sharded(folder):
+        found = read_whole(folder)
+        return found["weights"], found["optimizer"]
     with boundary(BackendError, f"cannot read the checkpoint {folder}"):
-        weights = load_file(folder / "weights.safetensors")
-        moments = load_file(folder / "optimizer.safetensors")
-    load_tensors(str(folder), modules, optimizer, weights, moments, masters)
+        return load_file(folder / "weights.safetensors"), load_file(folder / "optimizer.safetensors")
 
 
 def load_tensors(
@@ -110,9 +117,8 @@ def load_tensors(
     masters: MasterWeights | None = None,
 ) -> None:
     """Put saved weights and moments into a model and its optimizer. `source` names them in errors."""
-    names = _trainable_names(modules, masters)
-    _require_weights(source, weights, names)
-    _require_moments(source, moments, names)
+    names = trainable_names(modules, masters)
+    check_state(source, weights, moments, names)
     load_weights(source, modules, weights, masters)
     optimizer.state.clear()
     for parameter, name in names.items():
@@ -121,7 +127,7 @@ def load_tensors(
             key: moments[f"{name}/{key}"].to(
                 parameter.device, torch.float32 if key == "step" else parameter.dtype, copy=True
             )
-            for key in _MOMENTS
+            for key in MOMENTS
             if f"{name}/{key}" in moments
         }
         if state:
@@ -133,12 +139,23 @@ def load_weights(
     source: str, modules: torch.nn.Module, weights: Mapping[str, torch.Tensor], masters: MasterWeights | None = None
 ) -> None:
     """Put saved weights into what is trained of a model. Nothing is changed if they do not fit."""
-    names = _trainable_names(modules, masters)
+    names = trainable_names(modules, masters)
     _require_weights(source, weights, names)
     for parameter, name in names.items():
         parameter.copy_(weights[name])
     if masters is not None:
         masters.write_back()
+
+
+def check_state(
+    source: str,
+    weights: Mapping[str, torch.Tensor],
+    moments: Mapping[str, torch.Tensor],
+    names: Mapping[torch.Tensor, str],
+) -> None:
+    """Raise BackendError unless saved tensors fit what is trained. Their shapes are enough for it."""
+    _require_weights(source, weights, names)
+    _require_moments(source, moments, names)
 
 
 def _require_weights(source: str, weights: Mapping[str, torch.Tensor], names: Mapping[torch.Tensor, str]) -> None:
@@ -159,11 +176,9 @@ def _require_moments(source: str, moments: Mapping[str, torch.Tensor], names: Ma
     shapes = {name: tuple(parameter.shape) for parameter, name in names.items()}
     for key, tensor in moments.items():
         name, _, kind = key.rpartition("/")
-        lacks = [one for one in _MOMENTS if f"{name}/{one}" not in moments]
-        if name not in shapes or kind not in _MOMENTS or lacks:
-            why = (
-                f"{name} lacks {', '.join(lacks)}" if name in shapes and kind in _MOMENTS else f"{key} is of no weight"
-            )
+        lacks = [one for one in MOMENTS if f"{name}/{one}" not in moments]
+        if name not in shapes or kind not in MOMENTS or lacks:
+            why = f"{name} lacks {', '.join(lacks)}" if name in shapes and kind in MOMENTS else f"{key} is of no weight"
             raise BackendError(f"{source}: the optimizer's state does not fit the model: {why}; use another checkpoint")
         if kind != "step" and tuple(tensor.shape) != shapes[name]:
             raise BackendError(
@@ -177,16 +192,20 @@ def collect_teacher(teacher: torch.nn.Module, names: Iterable[str]) -> State:
     return {"teacher": {name: weights[name].detach() for name in names}}
 
 
-def load_teacher(folder: Path, names: Collection[str]) -> dict[str, torch.Tensor] | None:
-    """What `collect_teacher` found for these names; None if the teacher was as the run began."""
+def load_teacher(folder: Path, names: Collection[str] | None = None) -> dict[str, torch.Tensor] | None:
+    """What `collect_teacher` found, for these names; None if the teacher was as the run began."""
     path = folder / "teacher.safetensors"
-    if not path.is_file():
-        return None
-    with boundary(BackendError, f"cannot read the teacher of the checkpoint {folder}"):
-        weights = load_file(path)
-    if differ := names_that_differ(weights, names):
+    if is_sharded(folder):
+        weights = read_whole(folder)["teacher"]
+    elif path.is_file():
+        with boundary(BackendError, f"cannot read the teacher of the checkpoint {folder}"):
+            weights = load_file(path)
+    else:
+        weights = {}
+    differ = names_that_differ(weights, names) if weights and names is not None else ""
+    if differ:
         raise BackendError(f"{path} is of another model: {differ}; use the run file it was made with")
-    return weights
+    return weights or None
 
 
 def export_folder(folder: Path, hf_model: Any, tokenizer: Any) -> None:
@@ -205,7 +224,7 @@ def export_folder(folder: Path, hf_model: Any, tokenizer: Any) -> None:
         _readable(path)
 
 
-def _trainable_names(modules: torch.nn.Module, masters: MasterWeights | None = None) -> dict[torch.Tensor, str]:
+def trainable_names(modules: torch.nn.Module, masters: MasterWeights | None = None) -> dict[torch.Tensor, str]:
     """Names of what is optimized."""
     trained = ((name, p) for name, p in modules.named_parameters() if p.requires_grad)
     return {p if masters is None else masters.of(p): name for name, p in trained}

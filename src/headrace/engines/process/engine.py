@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from headrace.engines.base import EngineHealth, Generation, SamplingParams
-from headrace.engines.process.child import Launch, ProcessChild, describe_exit
+from headrace.engines.process.child import Launch, launch_engine
 from headrace.engines.process.wire import (
     Answer,
     Call,
@@ -30,7 +30,8 @@ from headrace.engines.process.wire import (
     receive,
 )
 from headrace.errors import EngineError, ServerLostError
-from headrace.weights.shared_memory import SharedWeights
+from headrace.utils.worker_process import describe_exit
+from headrace.weights.shared_memory import SharedBuffers
 
 _log = logging.getLogger("headrace")
 _MOST_DEATHS = 3
@@ -52,7 +53,7 @@ class ProcessEngine:
     """The learner's side. Made on any thread; from its first call on it belongs to the event loop of that call."""
 
     def __init__(
-        self, weights: SharedWeights, options: EngineOptions, launch: Launch = ProcessChild, waits: bool = True
+        self, weights: SharedBuffers, options: EngineOptions, launch: Launch = launch_engine, waits: bool = True
     ) -> None:
         self._options = options
         self._waits = waits  # otherwise callers of a process that died hear of it: others may serve them at once

@@ -1,0 +1,115 @@
+"""FsdpBackend: the async face of N ranks. A thread talks to them; the event loop only waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import torch
+
+from headrace.backends.base import Scorer, Trained
+from headrace.backends.fsdp.group import LearnerGroup
+from headrace.backends.fsdp.launching import new_ranks, rank_count
+from headrace.backends.fsdp.sending import RankBuffers, RankWeights
+from headrace.backends.local.numerics import numerics
+from headrace.backends.local.token_losses import require_known_losses
+from headrace.config import AlgorithmSection, RunConfig
+from headrace.data.episode import Step
+from headrace.data.sample import TrainBatch
+from headrace.engines.base import ModelHost
+from headrace.engines.placement import check_threads
+from headrace.errors import ConfigError
+from headrace.models.catalog import resolve_model
+from headrace.models.load import load_tokenizer
+from headrace.models.tensor_threads import TensorThread
+from headrace.tracking.metrics import MetricsAggregator
+
+T = TypeVar("T")
+
+
+class FsdpBackend:
+    """Full fine-tuning or LoRA by N ranks that hold a shard each. What they compute is what one rank would."""
+
+    transports: ClassVar[tuple[str, ...]] = ("shared_memory",)
+
+    def __init__(self, config: RunConfig) -> None:
+        self.tokenizer = load_tokenizer(config.model.name)
+        self._thread = TensorThread("headrace-ranks", stays=True)
+        budget = config.backend.micro_batch_tokens
+        self.group = self._thread.submit(lambda: LearnerGroup(lambda: new_ranks(config), budget)).result()
+        self._facts: dict[str, Any] = self._thread.submit(lambda: self.group.together("facts")[0]).result()
+        self._weights = RankWeights(self.group, self._on_thread)
+
+    @staticmethod
+    def check(config: RunConfig) -> None:
+        check_threads(config)
+        require_known_losses(config)
+        _check_ranks(config)
+        if config.distill.teacher != "initial":
+            resolve_model(config.distill.teacher)
+
+    @staticmethod
+    def numerics(config: RunConfig) -> dict[str, str]:
+        return {**numerics(config), "ranks": str(rank_count(config))}
+
+    def host(self, transport: str) -> ModelHost:
+        facts = self._facts
+        sender = RankBuffers(self._weights, facts["infos"])
+        return ModelHost(self.tokenizer, facts["eos_ids"], facts["max_length"], self._weights, sender)
+
+    async def forward_backward(self, batch: TrainBatch, algorithm: AlgorithmSection) -> Trained:
+        return await self._on_thread(lambda: self.group.forward_backward(batch, algorithm))
+
+    async def optim_step(self, lr: float, grad_scale: float) -> MetricsAggregator:
+        return await self._on_thread(lambda: self.group.optim_step(lr, grad_scale))
+
+    async def compute_logprobs(self, batch: TrainBatch, of: Scorer = "policy") -> list[list[float]]:
+        return await self._on_thread(lambda: self.group.logprobs(batch, of))
+
+    async def compute_values(self, batch: TrainBatch) -> list[list[float]]:
+        return await self._on_thread(lambda: self.group.values(batch))
+
+    async def teacher_logprobs(self, steps: Sequence[Step]) -> list[list[float]]:
+        return await self._on_thread(lambda: self.group.teacher_logprobs(steps))
+
+    async def refresh_teacher(self) -> None:
+        await self._on_thread(self.group.refresh_teacher)
+
+    async def save(self, folder: Path) -> None:
+        await self._on_thread(lambda: self.group.save(folder))
+
+    def saved(self, folder: Path) -> None:
+        self._thread.submit(lambda: self.group.saved(folder)).result()
+
+    async def load(self, folder: Path) -> None:
+        await self._on_thread(lambda: self.group.load(folder))
+
+    async def export(self, folder: Path) -> None:
+        await self._on_thread(lambda: self.group.together("export", folder))
+
+    async def close(self) -> None:
+        await self._on_thread(self.group.close)
+        await asyncio.to_thread(self._thread.join)
+
+    async def _on_thread(self, function: Callable[[], T]) -> T:
+        return await asyncio.wrap_future(self._thread.submit(function))
+
+
+def _check_ranks(config: RunConfig) -> None:
+    section, size = config.backend, rank_count(config)
+    if section.shard and (section.shard > size or size % section.shard):
+        raise ConfigError(
+            f"backend.shard = {section.shard} ranks hold the model between them, and backend.ranks = {size} is no "
+            f"multiple of it; set it to a divisor, or to 0 for all ranks"
+        )
+    if config.trainer.placement != "separate" and config.engine.name == "torch":
+        raise ConfigError(
+            'backend "fsdp" holds the model in shards, which engine "torch" cannot decode with in place; set '
+            'trainer.placement = "separate"'
+        )
+    if section.cpu_offload and not torch.cuda.is_available() and not config.cluster.address:
+        raise ConfigError(
+            "backend.cpu_offload = true keeps shards in host memory, and without a GPU they are there; set it to false"
+        )

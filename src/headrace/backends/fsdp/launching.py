@@ -1,0 +1,52 @@
+"""From a configuration to ranks: how many, where they run, and with how many threads."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from headrace.backends.ranks.base import Program, Ranks
+from headrace.backends.ranks.pipes import PipeRanks
+from headrace.backends.ranks.thread import ThreadRank
+from headrace.config import RunConfig
+from headrace.engines.placement import learner_threads
+
+_RANK = "headrace.backends.fsdp.rank:FsdpRank"
+
+
+def rank_count(config: RunConfig) -> int:
+    """How many ranks the run has."""
+    if config.backend.ranks != "auto":
+        return config.backend.ranks
+    return max(1, torch.cuda.device_count())
+
+
+def new_ranks(config: RunConfig) -> Ranks:
+    """Ranks that are not started yet. One alone runs on a thread of this process; several are processes."""
+    size = rank_count(config)
+    threads = rank_threads(config, size)
+    backend = config.backend.model_copy(update={"threads": threads})
+    program = Program(_RANK, (config.model_copy(update={"backend": backend}), config.backend.rank_timeout_s))
+    if size == 1:
+        return ThreadRank(program)
+    return PipeRanks(program, size, config.backend.rank_timeout_s, [environment(rank, threads) for rank in range(size)])
+
+
+def rank_threads(config: RunConfig, size: int) -> int:
+    """Threads of each rank: its share of what one learner would have. 0, for one rank: the library's own choice."""
+    threads = learner_threads(config)
+    if size == 1 or config.backend.threads:
+        return threads
+    return max(1, (threads or len(os.sched_getaffinity(0))) // size)
+
+
+def environment(rank: int, threads: int) -> dict[str, str]:
+    """Of a rank's process. It sees one GPU; processes that share cores must not wait for each other awake."""
+    found = {"OMP_NUM_THREADS": str(max(1, threads)), "OMP_WAIT_POLICY": "PASSIVE", "HEADRACE_RANK": str(rank)}
+    if torch.cuda.is_available():
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        devices: list[Any] = visible.split(",") if visible else list(range(torch.cuda.device_count()))
+        found["CUDA_VISIBLE_DEVICES"] = str(devices[rank % len(devices)])
+    return found

@@ -1,0 +1,82 @@
+"""Checkpoints of ranks: torch.distributed.checkpoint, a file per rank. Any number of ranks reads them, and the local
+backend; ranks read the local backend's, too."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from headrace.backends.local.sharded_files import flattened, is_sharded, read_into, read_outlines
+from headrace.backends.local.storage import MOMENTS, State, check_state, load_teacher, read_files, trainable_names
+from headrace.errors import BackendError, boundary
+
+
+def save_shards(folder: Path, state: State, size: int) -> None:
+    """Every rank writes its shards."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with boundary(BackendError, f"cannot write the checkpoint {folder}"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of one rank, it warns that it is alone
+        dcp.save(flattened(state), checkpoint_id=str(folder), no_dist=size == 1)
+        if size == 1 or dist.get_rank() == 0:
+            facts = {"format": 2, "trained_tensors": len(state["weights"]), "ranks": size}
+            (folder / "backend.json").write_text(json.dumps(facts))
+
+
+def load_shards(
+    folder: Path, modules: torch.nn.Module, optimizer: torch.optim.Optimizer, size: int
+) -> dict[str, Tensor] | None:
+    """Read what ranks or the local backend saved, into the same tensors; the weights of a teacher, if there are any."""
+    names = trainable_names(modules)
+    if not is_sharded(folder):
+        return _load_whole(folder, names, optimizer)
+    outlines = read_outlines(folder)
+    check_state(str(folder), outlines["weights"], outlines["optimizer"], names)
+    moments = {
+        parameter: {
+            key: torch.zeros((), device=parameter.device) if key == "step" else torch.zeros_like(parameter.detach())
+            for key in MOMENTS
+        }
+        for parameter, name in names.items()
+        if f"{name}/step" in outlines["optimizer"]
+    }
+    teacher = {name: torch.empty_like(tensor, device="cpu") for name, tensor in outlines["teacher"].items()}
+    state: State = {
+        "weights": {name: parameter.detach() for parameter, name in names.items()},
+        "optimizer": {f"{names[p]}/{key}": tensor for p, held in moments.items() for key, tensor in held.items()},
+        "teacher": teacher,
+    }
+    read_into(folder, flattened(state), alone=size == 1)
+    optimizer.state.clear()
+    optimizer.state.update(moments)
+    return teacher or None
+
+
+@torch.no_grad()
+def _load_whole(folder: Path, names: dict[Tensor, str], optimizer: torch.optim.Optimizer) -> dict[str, Tensor] | None:
+    """The local backend's files: every rank reads all of them, and keeps its shards."""
+    weights, moments = read_files(folder)
+    check_state(str(folder), weights, moments, names)
+    optimizer.state.clear()
+    for parameter, name in names.items():
+        parameter.copy_(_like(weights[name], parameter))
+        held = {key: moments[f"{name}/{key}"] for key in MOMENTS if f"{name}/{key}" in moments}
+        if held:
+            optimizer.state[parameter] = {
+                key: tensor.clone() if key == "step" else _like(tensor, parameter).clone()
+                for key, tensor in held.items()
+            }
+    return load_teacher(folder)
+
+
+def _like(tensor: Tensor, parameter: Tensor) -> Tensor:
+    tensor = tensor.to(device=parameter.device, dtype=parameter.dtype)
+    if not isinstance(parameter, DTensor):
+        return tensor
+    return distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)

@@ -1,0 +1,150 @@
+"""Ranks as processes of this machine, each at the end of a pair of sockets."""
+
+from __future__ import annotations
+
+import logging
+import selectors
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from headrace.backends.ranks.base import Program, RanksLostError, hung
+from headrace.backends.ranks.wire import Answer, Build, Call, Progress, receive, send
+from headrace.utils.worker_process import WorkerProcess, describe_exit
+
+_log = logging.getLogger("headrace")
+_GRACE_S = 10.0  # for the others to fail, too, once a rank has failed
+_STACKS_S = 1.0
+_START_S = 600.0
+_KEPT_LINES = 400
+Launch = Callable[[Mapping[str, str]], WorkerProcess]
+
+
+def _launch(environment: Mapping[str, str]) -> WorkerProcess:
+    return WorkerProcess("headrace.backends.ranks.worker", (), environment, _KEPT_LINES)
+
+
+class PipeRanks:
+    """Processes that end with this one. A call goes to all; the first that dies or hangs ends the group."""
+
+    def __init__(
+        self, program: Program, size: int, timeout_s: float, environments: Sequence[Mapping[str, str]] | None = None,
+        launch: Launch = _launch,
+    ) -> None:  # fmt: skip
+        self.size = size
+        self._program = program
+        self._timeout_s = timeout_s
+        self._environments = environments or [{}] * size
+        self._launch = launch
+        self._workers: list[WorkerProcess] = []
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the processes that run now."""
+        return [worker.pid for worker in self._workers]
+
+    def start(self) -> None:
+        program = self._program
+        self._workers = [self._launch({**program.environment, **one}) for one in self._environments]
+        builds = [Build(program.target, program.arguments, rank, self.size) for rank in range(self.size)]
+        self._exchange("start", dict(enumerate(builds)), max(self._timeout_s, _START_S))
+
+    def call(self, method: str, *per_rank: Sequence[Any]) -> list[Any]:
+        calls = {rank: Call(method, tuple(values[rank] for values in per_rank)) for rank in range(self.size)}
+        found = self._exchange(method, calls, self._timeout_s)
+        return [found[rank] for rank in range(self.size)]
+
+    def call_on(self, rank: int, method: str, *arguments: Any) -> Any:
+        return self._exchange(method, {rank: Call(method, arguments)}, self._timeout_s)[rank]
+
+    def host(self) -> str:
+        return "127.0.0.1"
+
+    def local(self) -> tuple[int, ...]:
+        return tuple(range(self.size))
+
+    def kill(self) -> None:
+        workers, self._workers = self._workers, []
+        for worker in workers:
+            worker.kill()
+        for worker in workers:
+            worker.end()
+
+    # ---- one call ---------------------------------------------------------------------------------------------------
+
+    def _exchange(self, method: str, messages: Mapping[int, Any], timeout_s: float) -> dict[int, Any]:
+        if not self._workers:
+            raise RanksLostError(f"{method} was called on ranks that have ended; start them again")
+        answers: dict[int, Answer] = {}
+        with selectors.DefaultSelector() as selector:
+            for rank, message in messages.items():
+                connection = self._workers[rank].connection
+                selector.register(connection, selectors.EVENT_READ, rank)
+                with suppress(OSError):  # it has gone, which is found out below
+                    send(connection, message)
+            self._collect(method, selector, answers, timeout_s)
+        return self._values(method, answers)
+
+    def _collect(
+        self, method: str, selector: selectors.BaseSelector, answers: dict[int, Answer], timeout_s: float
+    ) -> None:
+        """Wait for all answers. Silence for too long, or the end of a process, ends the group."""
+        allowed_s, last = timeout_s, time.monotonic()
+        while waiting := sorted(key.data for key in selector.get_map().values()):
+            ready = selector.select(max(0.0, last + allowed_s - time.monotonic()))
+            if not ready:
+                failed = next((answer for answer in answers.values() if answer.error or answer.foreign), None)
+                self._log_stacks(method)
+                self.kill()
+                raise (
+                    RanksLostError(self._alone(method, failed))
+                    if failed
+                    else hung(method, waiting, self.size, timeout_s)
+                )
+            for key, _ in ready:
+                try:
+                    message = receive(key.fileobj)  # type: ignore[arg-type]
+                except EOFError:
+                    raise self._died(method, key.data) from None
+                if isinstance(message, Progress):
+                    last = time.monotonic()
+                    continue
+                answers[key.data] = message
+                selector.unregister(key.fileobj)
+                if message.error or message.foreign:
+                    allowed_s, last = min(timeout_s, _GRACE_S), time.monotonic()
+
+    def _values(self, method: str, answers: Mapping[int, Answer]) -> dict[int, Any]:
+        for rank, answer in sorted(answers.items()):
+            if answer.foreign:  # what state it left the rank in, nobody knows
+                _log.error("rank %d: %s failed:\n%s", rank, method, answer.foreign)
+                self.kill()
+                raise RanksLostError(f"{method} failed on rank {rank} of {self.size}: {answer.foreign.splitlines()[0]}")
+        for _, answer in sorted(answers.items()):
+            if answer.error is not None:
+                raise answer.error
+        return {rank: answer.value for rank, answer in answers.items()}
+
+    def _alone(self, method: str, failed: Answer) -> str:
+        what = str(failed.error) if failed.error else failed.foreign.splitlines()[0]
+        return f"{method} failed on some of {self.size} ranks, while the others waited for them: {what}"
+
+    def _died(self, method: str, rank: int) -> RanksLostError:
+        worker = self._workers[rank]
+        pid, code = worker.pid, worker.end(2.0)
+        printed = worker.last_output()
+        self.kill()
+        lines = "\n".join(printed.splitlines()[-20:])
+        _log.warning("rank %d (process %d) died in %s; its last lines:\n%s", rank, pid, method, lines or "(none)")
+        return RanksLostError(f"rank {rank} of {self.size} died in {method} ({describe_exit(code)})")
+
+    def _log_stacks(self, method: str) -> None:
+        for worker in self._workers:
+            worker.signal(signal.SIGUSR1)
+        time.sleep(_STACKS_S)
+        for rank, worker in enumerate(self._workers):
+            printed = worker.output.so_far()
+            stacks = printed[max(0, printed.find("Thread 0x")) :]
+            _log.error("rank %d hangs in %s:\n%s", rank, method, stacks)
