@@ -19,6 +19,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from headrace.utils.time_slices import shorten_time_slices
+
 _CHOSEN_BY_USER = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 _LOOK_S = 0.2
 _SPARE = 0.4
@@ -130,5 +132,7 @@ def _watch(threads: SleepingThreads) -> None:
         now = cpu_times()
         if now is None:
             return
-        threads.switch(load.look(before, now))
+        if load.look(before, now) and not threads.is_on:
+            shorten_time_slices()
+        threads.switch(load.busy)
         before = now
