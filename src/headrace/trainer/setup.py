@@ -6,6 +6,7 @@ Every name is looked up, and every object built, before the loops start; nothing
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import asdict, dataclass
@@ -86,11 +87,19 @@ class StopRequest:
     """Whether the run is to stop after the current step."""
 
     def __init__(self) -> None:
-        self.requested = False
+        self._since: float | None = None
+
+    @property
+    def requested(self) -> bool:
+        return self._since is not None
 
     def request(self) -> None:
         """Finish the current step, save, and end."""
-        self.requested = True
+        self._since = time.monotonic() if self._since is None else self._since
+
+    def seconds_ago(self) -> float:
+        """Since it was requested; below 0 if it was not."""
+        return -1.0 if self._since is None else time.monotonic() - self._since
 
 
 @dataclass(frozen=True, slots=True)
