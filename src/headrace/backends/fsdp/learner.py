@@ -46,7 +46,7 @@ class RankLearner(Learner):
         self._diverged: DivergedError | None = None
         super().__init__(config)
 
-    # ---- calls with a share -----------------------------------------------------------------------------------------
+    # ---- calls with a share ----------------------------------------------------------------------------------------
 
     def learn_share(self, share: Share, algorithm: AlgorithmSection) -> Trained:
         """Add the gradient of a share; all ranks run equally many passes."""
@@ -87,7 +87,7 @@ class RankLearner(Learner):
         """Of a batch that diverged."""
         self.optimizer.zero_grad(set_to_none=True)
 
-    # ---- weights and state ------------------------------------------------------------------------------------------
+    # ---- weights and state -----------------------------------------------------------------------------------------
 
     def gathered(self) -> GatheredWeights:
         """The trained weights as a weight sync sends them; gathering them is collective."""
@@ -130,7 +130,7 @@ class RankLearner(Learner):
         found = {name: full(p.grad) for name, p in self.modules().named_parameters() if p.grad is not None}
         return found if self.rank == 0 else {}
 
-    # ---- how the local learner's parts are replaced -------------------------------------------------------------------
+    # ---- how the local learner's parts are replaced ----------------------------------------------------------------
 
     def _load_model(self) -> Any:
         section = self.config.model
@@ -162,7 +162,7 @@ class RankLearner(Learner):
         except DivergedError as error:
             self._diverged = self._diverged or error  # raised when the others need this rank no more
 
-    # ---- within -------------------------------------------------------------------------------------------------------
+    # ---- within ----------------------------------------------------------------------------------------------------
 
     def _inside(self, function: Callable[[], T]) -> T:
         """Where parameters are complete."""
