@@ -17,7 +17,7 @@ from headrace.algorithms.objectives import Objective, demonstration_sampler
 from headrace.backends.base import Backend, SaysNumerics
 from headrace.backends.setup import choose
 from headrace.config import RunConfig
-from headrace.config.derived import chosen, samples_as_learned
+from headrace.config.derived import chosen, samples_as_learned, uses_ray
 from headrace.config.names import check_names
 from headrace.config.rules import check_declared
 from headrace.data.sampler import TaskSampler
@@ -28,7 +28,7 @@ from headrace.evaluation.evaluator import Evaluator
 from headrace.evaluation.plan import Tasks, check_tasks, evaluation_sets
 from headrace.evaluation.setup import evaluation_parts
 from headrace.judge.router import configured_judger
-from headrace.registry import resolve
+from headrace.registry import load_object, resolve
 from headrace.rollout.agent_loop import AgentLoop, close_all, start_workflows
 from headrace.rollout.gateway import close_gateway
 from headrace.rollout.store import StoredValues, Values
@@ -129,7 +129,7 @@ def assemble(
     given = given or UserObjects()
     check_names(config, given.objects())
     run = run_function(config.workflow, given.workflow)
-    judge = configured_judger(config.workflow, config.judge, given.judger)
+    judge = configured_judger(config, given.judger)
     for name in chosen(config.algorithm, "estimator"):
         resolve("estimator", name)
     if config.workflow.grouping:
@@ -165,6 +165,13 @@ def assemble(
 
     objective: Objective = new_objective(config, parts.backend, parts.chat, demonstrations, policy)
     return RunParts(parts.backend, parts.engine, parts.sync, sampler, new_loop, parts.evaluator, objective, policy)
+
+
+def placements(config: RunConfig) -> list[str]:
+    """What was placed where on the cluster; nothing for a run on one machine."""
+    if not uses_ray(config):
+        return []
+    return [placed.describe() for placed in load_object("headrace.cluster.placement:open_placements")()]
 
 
 def numerics_of(config: RunConfig) -> dict[str, str]:
@@ -257,6 +264,8 @@ async def open_run(
         trackers.message(f"loading {config.model.name} for the run in {folder}")
         values = held.enter_context(closing(StoredValues(folder / "store.sqlite")))
         parts = await run_in_thread(assemble, config, given, values, report=trackers.progress)
+        for line in placements(config):
+            trackers.message(line)
         held.push_async_callback(lambda: parts.backend.close())
         held.push_async_callback(close_gateway)
         held.push_async_callback(lambda: parts.engine.close())
