@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from fsdp_cases import TIGHT, Case, difference, local_gradient, losses, new_group, new_learner, steps
+from headrace.algorithms.batching import pack
 from headrace.backends.fsdp.group import LearnerGroup
 from headrace.backends.local.learner import Learner
 from headrace.backends.ranks.base import Program, RanksLostError
@@ -36,7 +37,9 @@ def compare(case: Case, group: LearnerGroup, folder: Path) -> None:
     assert one.rejected == many.rejected
     for ours, theirs in zip(one.logprobs, many.logprobs, strict=True):
         assert ours == pytest.approx(theirs, rel=TIGHT)
-    assert one.metrics.reduce() == pytest.approx(many.metrics.reduce(), rel=1e-9, nan_ok=True)
+    assert one.metrics.reduce() == pytest.approx(
+        many.metrics.reduce(), rel=1e-6, nan_ok=True
+    )  # shares of clipped tokens are means in float32
     assert learner.optim_step(1e-3, 0.01).reduce() == pytest.approx(group.optim_step(1e-3, 0.01).reduce(), rel=TIGHT)
     assert steps(learner, case, range(2, 6)) == pytest.approx(steps(group, case, range(2, 6)), rel=1e-9)
     assert difference(learner.weights(), group.together("weights")[0]) < 1e-9
@@ -82,10 +85,6 @@ def test_a_batch_of_fewer_rows_than_ranks_and_one_that_diverges(tmp_path: Path) 
     assert difference(local_gradient(learner), group.together("gradient")[0]) < TIGHT
     bad = PPO.samples(0, 4)
     broken = torch.full((len(bad[2].advantages),), float("nan")).tolist()
-    from dataclasses import replace
-
-    from headrace.algorithms.batching import pack
-
     bad[2] = replace(bad[2], advantages=tuple(broken), task_id="the-broken-one")
     with pytest.raises(DivergedError, match="the-broken-one"):
         group.forward_backward(pack(bad, PPO.algorithm, 48), PPO.algorithm)
@@ -196,12 +195,9 @@ def _paths() -> list[str]:
 def test_ranks_that_hang_are_ended_with_their_stacks_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     ranks = sleepy(timeout_s=2.0)
     assert ranks.call("wait", [0.0, 0.0]) == [0, 1]
-    with (
-        caplog.at_level(logging.ERROR, "headrace"),
-        pytest.raises(RanksLostError, match="rank 1 did not answer in wait"),
-    ):
+    with pytest.raises(RanksLostError, match="rank 1 did not answer in wait"):
         ranks.call("wait", [0.0, 60.0])
-    assert "in wait" in caplog.text and "raise backend.rank_timeout_s" not in caplog.text
+    assert "rank 1 hangs in wait" in caplog.text and "in _read" in caplog.text and "line" in caplog.text
     with pytest.raises(RanksLostError, match="start them again"):
         ranks.call("wait", [0.0, 0.0])
 
