@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
-
-from headrace.utils.openmp import unchanged_environment
 
 HERE = Path(__file__).parent
 
@@ -46,7 +45,7 @@ def with_module(python: Path, name: str, option: str) -> Path:
 def checked(command: list[str], problem: str, remedy: str, **variables: str) -> None:
     """Run a command that must succeed; otherwise show the end of its output."""
     done = subprocess.run(
-        command, env=unchanged_environment() | variables, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        command, env=os.environ | variables, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
     if done.returncode:
         said = "\n".join(done.stdout.strip().splitlines()[-5:]) or "nothing"

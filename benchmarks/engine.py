@@ -52,7 +52,6 @@ from headrace.errors import HeadraceError
 from headrace.models.catalog import resolve_model
 from headrace.models.load import load_model
 from headrace.models.tensor_threads import run_apart
-from headrace.utils.openmp import unchanged_environment
 
 NEW_TOKENS = 64
 FIRST_REPEATS = 3
@@ -109,7 +108,7 @@ class Apart:
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed by `close`
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
-            env=unchanged_environment() | environment,
+            env=os.environ | environment,
         )  # fmt: skip
         self.version: str = self._answer()["version"]
 

@@ -5,8 +5,9 @@
 Prints a Markdown table. Episodes are realistic: one to three calls in a conversation, prompts of 60 tokens and
 replies of 40, groups of 8. Then runs with and without the ledger alternate: the countdown example, and one whose model
 costs nothing, so that all its time is the controller's. `ratio` compares the median seconds per step of a run. The next
-two compare the median and the minimum of each step over all runs. `cpu_ratio` compares CPU time. `--quick` uses a
-fiftieth of the episodes, and one pair of short runs.
+two compare the median and the minimum of each step over all runs. `cpu_ratio` compares CPU time. `tokens_*` are about
+what the learner computed of trained tokens: bytes for each, and how long recording those of a step (128 rows of 500)
+takes. `--quick` uses a fiftieth of the episodes, and one pair of short runs.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from headrace import Callback, UnifiedTrainer, load_config
 from headrace.data.episode import Episode, ModelOutput, OwnedMessages, Step, Trajectory
+from headrace.data.sample import LearnerValues, Sample, TrainBatch
 from headrace.data.task import Message
 from headrace.ledger import Ledger, LedgerReader
 
@@ -155,6 +157,51 @@ def measure(work: Path, episodes: int) -> dict[str, float]:
     }
 
 
+def measure_tokens(work: Path, row_tokens: int = 500, steps: int = 20) -> dict[str, float]:
+    """What recording the learner's values costs: batches of GROUP × BATCH rows, with them and without."""
+    rng = random.Random(0)
+    batches = [_learned_batch(rng, row_tokens) for _ in range(2)]
+    took_s, sizes = {True: [], False: []}, {}
+    for number in range(2 * steps):
+        with_values = bool(number % 2)
+        folder = work / ("with" if with_values else "without")
+        folder.mkdir(exist_ok=True)
+        batch = batches[number // 2 % 2]
+        given = batch if with_values else replace(batch, learned=None)
+        with Ledger.open(folder) as ledger:
+            began = time.perf_counter()
+            ledger.batch(number // 2, 0, (), trained=[given])
+            ledger._writer.wait(sync=False)  # as the update does
+            took_s[with_values].append(time.perf_counter() - began)
+        sizes[with_values] = (folder / "ledger.sqlite").stat().st_size
+    tokens = GROUP * BATCH * row_tokens
+    return {
+        "tokens_per_step": tokens,
+        "tokens_bytes_each": (sizes[True] - sizes[False]) / (steps * tokens),
+        "tokens_ms_per_step": 1e3 * (median(took_s[True]) - median(took_s[False])),
+        "tokens_us_each": 1e6 * (median(took_s[True]) - median(took_s[False])) / tokens,
+    }
+
+
+def _learned_batch(rng: random.Random, row_tokens: int) -> TrainBatch:
+    """Log-probabilities and entropies as a model has them: most tokens are all but certain, some are not."""
+
+    def single(value: float) -> float:
+        return struct.unpack("f", struct.pack("f", value))[0]
+
+    mask = (0,) * PROMPT + (1,) * row_tokens
+    size, rows = len(mask), GROUP * BATCH
+    row = Sample((1,) * (size + 1), mask, (0.0,) * size, (0,) * size, (0.5,) * size)
+    columns = [[], [], []]
+    for _ in range(rows):
+        sure = [rng.random() < 0.6 for _ in range(row_tokens)]
+        columns[0].append(tuple(single(-rng.expovariate(1e3 if one else 1)) for one in sure))
+        columns[1].append(tuple(single(rng.expovariate(1e2 if one else 1)) for one in sure))
+        columns[2].append(tuple(int(rng.random() < 0.01) for _ in sure))
+    samples = tuple(replace(row, group_id=place // GROUP, rollout_idx=place % GROUP) for place in range(rows))
+    return TrainBatch(samples, (1.0,) * rows, (), rows, learned=LearnerValues(*map(tuple, columns)))
+
+
 # ---- with and without ------------------------------------------------------------------------------------------------
 
 
@@ -252,6 +299,7 @@ def main() -> None:
     work = Path(tempfile.mkdtemp(prefix="headrace-ledger-"))
     try:
         metrics = measure(work, args.episodes // (50 if args.quick else 1))
+        metrics |= measure_tokens(work)
     finally:
         shutil.rmtree(work)
     metrics |= compare("countdown", *((2, 1, 1) if args.quick else (8, args.processes, 3)))

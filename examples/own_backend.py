@@ -16,7 +16,7 @@ from headrace.backends.local.host import eos_token_ids, new_host
 from headrace.backends.local.optim import apply_gradient, new_adamw
 from headrace.backends.local.storage import export_folder, load_state, save_state
 from headrace.backends.local.teacher import Teacher
-from headrace.backends.local.tokens import TokenTensors
+from headrace.backends.local.tokens import TokenTensors, TokenValues
 from headrace.config import AlgorithmSection, RunConfig
 from headrace.data.episode import Step
 from headrace.data.sample import Sample, TrainBatch
@@ -62,21 +62,20 @@ class OwnBackend:
 
     def _forward_backward(self, batch: TrainBatch, algorithm: AlgorithmSection) -> Trained:
         losses.require_trainable(algorithm, batch)
-        metrics, found, rejected = MetricsAggregator(), [()] * len(batch.samples), set()
+        metrics, found, rejected = MetricsAggregator(), TokenValues(len(batch.samples)), set()
         for indices in batch.micro_batches:
             samples = [batch.samples[i] for i in indices]
             logprobs_N, entropy_N = score(self._model, samples)
             tokens = TokenTensors(samples, [batch.weights[i] for i in indices], logprobs_N.dtype)
             logprobs_M, entropy_M = logprobs_N[tokens.where_M], entropy_N[tokens.where_M]  # of the trained targets
             context = losses.loss_context(tokens, logprobs_M, algorithm, self._config.dpo.beta)
-            loss_M, recorded, rejected_R = losses.token_losses(context, samples, entropy_M, tokens.sampled_M)
+            loss_M, recorded, rejected_R, clip_M = losses.token_losses(context, samples, entropy_M, tokens.sampled_M)
             losses.require_finite(loss_M, tokens.row_M, batch, indices)
             (loss_M * tokens.weights_M).sum().backward()  # the normaliser comes with optim_step
             losses.record_losses(metrics, loss_M[~rejected_R[tokens.row_M]], entropy_M, recorded)
             rejected |= {indices[row] for row in rejected_R.nonzero().flatten().tolist()}
-            for index, part in zip(indices, logprobs_M.split(tokens.counts), strict=True):
-                found[index] = tuple(part.tolist())
-        return Trained(metrics, tuple(found), frozenset(rejected))
+            found.add(indices, tokens.counts, logprobs_M, entropy_M, clip_M)
+        return Trained(metrics, found.logprobs, frozenset(rejected), found.entropies, found.clip_states)
 
     async def optim_step(self, lr: float, grad_scale: float) -> MetricsAggregator:
         return await to_thread(apply_gradient, self._optimizer, lr, grad_scale, self._config.optimizer.grad_clip)

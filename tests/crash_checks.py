@@ -36,6 +36,7 @@ _SAME = (
     "ORDER BY 1, 2",
     "SELECT group_id, epoch, place, state, trained, filtered, failed FROM groups ORDER BY 1",
     "SELECT step, body FROM batch_rows ORDER BY 1",
+    "SELECT step, part, body FROM batch_tokens ORDER BY 1, 2",
     "SELECT version, fingerprint, step FROM publications ORDER BY 1",
     "SELECT step, name, metrics FROM evaluations ORDER BY 1, 2",
     "SELECT group_id, rollout_idx, reward, termination FROM episodes WHERE state = 'finished' ORDER BY 1, 2",
@@ -50,6 +51,7 @@ def check_run(run_dir: Path, tasks: int) -> None:
     check_account(run_dir)
     check_tasks(run_dir, config, tasks)
     check_batches(run_dir, config)
+    check_tokens(run_dir, config)
     check_metrics(run_dir, config)
     check_evaluations(run_dir, config)
 
@@ -87,6 +89,16 @@ def check_batches(run_dir: Path, config: RunConfig) -> None:
     assert max(uses.values()) <= config.produce.reuse
     versions = rows(run_dir, "SELECT version, step FROM publications ORDER BY 1")
     assert versions == [(version + 1, end) for version, end in enumerate(ends)]
+
+
+def check_tokens(run_dir: Path, config: RunConfig) -> None:
+    """What the learner computed is there for every row of every batch that is kept."""
+    with LedgerReader.read(run_dir) as ledger:
+        kept = [step for (step,) in ledger.rows("SELECT step FROM batch_rows ORDER BY 1")]
+        assert kept and (config.ledger.keep_steps or len(kept) == ledger.batch_count())
+        for step in kept:
+            found = ledger.learner_rows(step)
+            assert found is not None and None not in found, step
 
 
 def check_metrics(run_dir: Path, config: RunConfig) -> None:

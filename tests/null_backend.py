@@ -204,7 +204,10 @@ class NullBackend:
         await self._learn()
         metrics = MetricsAggregator()
         metrics.record("tokens/trained", sum(sample.trained_tokens for sample in batch.samples), Reducer.SUM)
-        return Trained(metrics, tuple(self._trained_logprobs(sample) for sample in batch.samples))
+        logprobs = tuple(self._trained_logprobs(sample) for sample in batch.samples)
+        entropies = tuple(tuple(value / 2 + self.weights for value in row) for row in logprobs)
+        clipped = tuple(tuple(int(value < -3) for value in row) for row in logprobs)
+        return Trained(metrics, logprobs, frozenset(), entropies, clipped)
 
     async def optim_step(self, lr: float, grad_scale: float) -> MetricsAggregator:
         self._require(bool(self._accumulated), "optim_step came without forward_backward")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from headrace.utils.openmp import limit_spinning
-
 if TYPE_CHECKING:
     from headrace.algorithms.advantages.assign import assign_advantages
     from headrace.algorithms.advantages.estimators import GroupRewards
@@ -122,8 +120,6 @@ __all__ = [
     "__version__", "assign_advantages", "build_config", "load_config", "load_tasks", "make_sampler", "model_session",
     "open_policy", "pack", "register", "self_distill", "to_samples", "tool",
 ]  # fmt: skip
-
-limit_spinning()  # before torch is loaded
 
 
 def __getattr__(name: str) -> Any:

@@ -39,6 +39,14 @@ class EngineError(HeadraceError, RuntimeError):
     """The rollout engine failed or was asked for what it cannot do."""
 
 
+class ServerLostError(EngineError):
+    """A server that samples is gone or does not answer. Another replica, or the restarted server, may still do it."""
+
+    def __init__(self, message: str, url: str = "") -> None:
+        super().__init__(message)
+        self.url = url
+
+
 class PromptTooLongError(EngineError):
     """A prompt leaves no room for a reply. It ends its episode, not the run; a workflow may catch it."""
 
@@ -49,6 +57,10 @@ class BackendError(HeadraceError, RuntimeError):
 
 class WeightSyncError(BackendError):
     """The engine does not decode with the weights that were sent to it."""
+
+
+class DeviceMemoryError(BackendError):
+    """The device has too little memory for what it was given."""
 
 
 class CheckpointError(BackendError):

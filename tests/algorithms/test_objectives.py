@@ -309,7 +309,7 @@ async def test_a_token_that_icepop_zeroes_stays_in_the_normaliser() -> None:
         given = LossContext(
             old_logprobs_M=torch.zeros(2), advantages_M=torch.ones(2), rows=2, algorithm=algorithm, **context
         )
-        loss_M, _, rejected_R = token_losses(given, rows, torch.zeros(2), torch.ones(2, dtype=torch.bool))
+        loss_M, _, rejected_R, _ = token_losses(given, rows, torch.zeros(2), torch.ones(2, dtype=torch.bool))
         batch = replace(pack(rows, algorithm, 64), rejected=frozenset(rejected_R.nonzero().flatten().tolist()))
         assert -float(loss_M.sum()) * grad_scale([batch], algorithm) == wanted
 
@@ -322,7 +322,7 @@ async def test_given_text_does_not_get_its_row_rejected() -> None:
         logprobs_M=logprobs_M, old_logprobs_M=logprobs_M, sampler_logprobs_M=torch.tensor([0.0, -1.0]),
         advantages_M=torch.ones(2), row_M=torch.zeros(2, dtype=torch.long), rows=1, algorithm=algorithm,
     )  # fmt: skip
-    loss_M, _, rejected_R = token_losses(given, [row], torch.zeros(2), torch.tensor([False, True]))
+    loss_M, _, rejected_R, _ = token_losses(given, [row], torch.zeros(2), torch.tensor([False, True]))
     assert rejected_R.tolist() == [False] and loss_M.tolist() == [-1.0, -1.0]
 
 

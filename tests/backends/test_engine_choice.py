@@ -37,10 +37,10 @@ class SilentBackend:
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     engines = {
         "mine": FakeEngines(),
-        "by_file": FakeEngines(can=EngineAbilities(("file", "pigeon"))),
+        "by_file": FakeEngines(can=EngineAbilities(("pigeon", "balloon"))),
         "by_chance": FakeEngines(can=EngineAbilities(("in_place",), exact_seeds=False)),
         "one_version": FakeEngines(can=EngineAbilities(("in_place",), pins=False)),
-        "either": FakeEngines(can=EngineAbilities(("file", "in_place"))),
+        "either": FakeEngines(can=EngineAbilities(("pigeon", "in_place"))),
         "no_factory": object(),
     }
     found = {("engine", name): one for name, one in engines.items()}
@@ -88,7 +88,7 @@ def test_backend_tinker_has_its_own_engine_by_default(engine: str) -> None:
     [
         ("trch", "local", {}, 'unknown engine "trch" (did you mean "torch"?)'),
         ("no_factory", "any", {}, 'engine "no_factory" has no abilities(config)'),
-        ("by_file", "local", {}, 'takes weights by file or pigeon, and backend "local" sends them by in_place or'),
+        ("by_file", "local", {}, 'takes weights by pigeon or balloon, and backend "local" sends them by in_place or'),
         ("by_file", "any", {}, 'set engine.name = "by_chance"'),
         ("tinker", "local", {}, 'takes weights by tinker_path, and backend "local"'),
         ("torch", "silent", {}, 'backend "silent" sends them by no transport; use another engine or another backend'),

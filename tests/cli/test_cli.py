@@ -179,6 +179,11 @@ def test_train_help_shows_sections_and_one_of_them_in_full(capsys: Caught, monke
     assert run(["train", "--help", "trainer"]) == 0
     out = capsys.readouterr().out
     assert "max_staleness = 0" in out and "group_size" not in out
+    assert run(["train", "--help", "model.lora"]) == 0
+    out = capsys.readouterr().out
+    assert "lora.rank = 0" in out and "lora.targets" in out and "dtype" not in out
+    assert run(["train", "--help", "model.lora.rank"]) == 0
+    assert "lora.targets" not in capsys.readouterr().out
     assert run(["train", "--help", "trianer"]) == 2
     assert 'did you mean "trainer"?' in capsys.readouterr().err
 

@@ -8,6 +8,7 @@ import random
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import compress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,7 +19,7 @@ from headrace.backends.base import Backend, Scorer, Snapshots, Trained
 from headrace.backends.setup import Policy, attach_engine, choose
 from headrace.config import AlgorithmSection, RunConfig
 from headrace.config.loading import build_config
-from headrace.data.sample import Sample
+from headrace.data.sample import ClipState, Sample
 from headrace.engines.base import SamplingParams
 from headrace.errors import BackendError, DivergedError, WeightSyncError
 
@@ -121,6 +122,28 @@ class BackendContract:
             expected = [value for value, kept in zip(row, sample.loss_mask, strict=True) if kept]
             assert list(trained) == pytest.approx(expected, rel=self.tolerance, abs=self.tolerance)
         assert found.metrics.reduce()["tokens/trained"] == sum(sample.trained_tokens for sample in samples)
+        await backend.close()
+
+    async def test_entropy_and_clip_state_are_those_of_every_trained_target(self) -> None:
+        backend = self.new_backend()
+        samples = self.samples(backend)  # what they say they were sampled with is far from what the model gives
+        algorithm = AlgorithmSection(loss="ppo_clip", clip_low=0.2, clip_high=0.2)
+        found = await backend.forward_backward(pack(samples, algorithm, 30), algorithm)
+        reported = found.metrics.reduce()
+        counts = [sample.trained_tokens for sample in samples]
+        assert [len(row) for row in found.clip_states] == counts
+        for sample, logprobs, states in zip(samples, found.logprobs, found.clip_states, strict=True):
+            given = compress(zip(sample.logprobs, sample.advantages, strict=True), sample.loss_mask)
+            for (old, advantage), new, state in zip(given, logprobs, states, strict=True):
+                beyond = new - old > math.log(1.2) if advantage > 0 else new - old < math.log(0.8)
+                assert state == (ClipState.CLIPPED if beyond else ClipState.KEPT)
+        states = [state for row in found.clip_states for state in row]
+        assert {*states} == {ClipState.KEPT, ClipState.CLIPPED}
+        assert reported["policy/clip_fraction"] == pytest.approx(sum(states) / len(states))
+        if found.entropies:  # a service may return no more than the targets' log-probabilities
+            assert [len(row) for row in found.entropies] == counts
+            values = [value for row in found.entropies for value in row]
+            assert reported["policy/entropy"] == pytest.approx(sum(values) / len(values), rel=1e-5)
         await backend.close()
 
     async def test_a_recomputed_proximal_policy_makes_every_ratio_one(self) -> None:

@@ -286,7 +286,7 @@ def test_a_newer_ledger_is_refused(tmp_path: Path, open_it: Callable[[Path], obj
         newer.execute(f"PRAGMA user_version = {len(schema.MIGRATIONS) + 1}")
     newer.close()
     with pytest.raises(
-        LedgerError, match=r"has version 5, .* versions up to 4; use the Headrace that wrote it, or a new"
+        LedgerError, match=r"has version \d+, .* versions up to \d+; use the Headrace that wrote it, or a new"
     ):
         open_it(tmp_path)
 
@@ -311,7 +311,9 @@ def test_an_older_ledger_is_migrated_and_keeps_what_it_holds(
     monkeypatch.setattr("headrace.ledger.files.MIGRATIONS", schema.MIGRATIONS)
     with open_it(tmp_path) as reader:
         assert reader.account().dispatched == 1
-        assert reader.rows("SELECT colour, user_version FROM groups, pragma_user_version()") == [("blue", 5)]
+        assert reader.rows("SELECT colour, user_version FROM groups, pragma_user_version()") == [
+            ("blue", len(schema.MIGRATIONS))
+        ]
 
 
 def test_a_migration_that_fails_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import sqlite3
 import struct
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from itertools import compress
 from pathlib import Path
@@ -354,17 +356,29 @@ def record(ledger: Ledger, step: int, trained: Sequence[TrainBatch] = ()) -> Non
     ledger.committed(step, 1)
 
 
-def test_a_ledger_of_version_one_is_resumed_and_does_not_know_the_older_advantages(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as older:
-        older.setattr(schema, "MIGRATIONS", schema.MIGRATIONS[:1])
-        older.setattr("headrace.ledger.files.MIGRATIONS", schema.MIGRATIONS)
-        with Ledger.open(tmp_path) as ledger:
-            record(ledger, 0)
+def make_version_one(folder: Path) -> None:
+    """A ledger with the tables of the first version, and what they held of the same run."""
+    with Ledger.open(folder) as ledger:
+        record(ledger, 0)
+    (folder / "ledger.sqlite").rename(folder / "newer.sqlite")
+    with closing(sqlite3.connect(folder / "ledger.sqlite", isolation_level=None)) as older:
+        for statement in schema.MIGRATIONS[0]:
+            older.execute(statement)
+        older.execute("ATTACH ? AS newer", (str(folder / "newer.sqlite"),))
+        older.execute("DELETE FROM flushes")
+        for (table,) in older.execute("SELECT name FROM main.sqlite_schema WHERE type = 'table'").fetchall():
+            columns = ", ".join(name for (name,) in older.execute("SELECT name FROM pragma_table_info(?)", (table,)))
+            older.execute(f"INSERT INTO main.{table} ({columns}) SELECT {columns} FROM newer.{table}")
+        older.execute("PRAGMA main.journal_mode = WAL")
+        older.execute(f"PRAGMA main.application_id = {schema.APPLICATION_ID}")
+        older.execute("PRAGMA main.user_version = 1")
+
+
+def test_a_ledger_of_version_one_is_resumed_and_does_not_know_the_older_advantages(tmp_path: Path) -> None:
+    make_version_one(tmp_path)
     assert ask(tmp_path, "PRAGMA user_version") == [(1,)]
     assert [row["trained"] for row in exported(tmp_path)] == [None]
-    assert ask(tmp_path, "PRAGMA user_version") == [(4,)]
+    assert ask(tmp_path, "PRAGMA user_version") == [(len(schema.MIGRATIONS),)]
     with Ledger.open(tmp_path) as ledger:
         assert ledger.group(0) == [simple_episode(0).episode] and ledger.account().trained == 1
         record(ledger, 1, rows_of(1, 0.5))

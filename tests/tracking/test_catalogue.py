@@ -14,8 +14,10 @@ import torch
 import headrace
 from fakes import trajectory
 from headrace.algorithms.preference import SKIP_REASONS
-from headrace.backends.local.token_losses import record_losses
+from headrace.backends.local.token_losses import MicroBatch, settle
+from headrace.backends.local.tokens import TokenTensors
 from headrace.data.episode import Episode
+from headrace.data.sample import Sample, TrainBatch
 from headrace.errors import DataError
 from headrace.evaluation.evaluator import evaluation_metrics, under
 from headrace.ledger.account import Account
@@ -68,7 +70,9 @@ def recorded_keys() -> set[str]:
 def composed() -> dict[str, list[str]]:
     """Keys that are put together from parts, by how that stands in the source."""
     losses, values = MetricsAggregator(), torch.ones(2)
-    record_losses(losses, values, values, {})
+    sample = Sample((1, 2, 3), (1, 1), (0.0, 0.0), (0, 0), (0.0, 0.0))
+    found = MicroBatch(values, values, values, {}, torch.zeros(1, dtype=torch.bool), rejects=False)
+    settle(found, TokenTensors([sample], [1.0]), TrainBatch((sample,), (1.0,), ((0,),), 1), [0], losses)
     task = [Episode("task", (trajectory(reward=1.0),), source=source) for source in "ab"]
     evaluated = evaluation_metrics([[task[0]] * 2, [task[1]] * 2], attempts=2)
     return {

@@ -44,9 +44,16 @@ def pack(
 def split(batch: TrainBatch, algorithm: AlgorithmSection, micro_batch_tokens: int, shares: int) -> list[TrainBatch]:
     """The batch in equal shares, each with rows of all groups; rows that belong together stay together."""
     together = len(batch.samples) // batch.sequences
-    units = [batch.samples[start : start + together] for start in range(0, len(batch.samples), together)]
+    chosen = [[batch.samples[row] for row in rows] for rows in rows_of_shares(batch, shares)]
+    return [pack(rows, algorithm, micro_batch_tokens, together) for rows in chosen]
+
+
+def rows_of_shares(batch: TrainBatch, shares: int) -> list[list[int]]:
+    """Which of the batch's rows each of its shares has; none is empty."""
+    together = len(batch.samples) // batch.sequences
+    units = [range(start, start + together) for start in range(0, len(batch.samples), together)]
     chosen = [[row for unit in units[share::shares] for row in unit] for share in range(shares)]
-    return [pack(rows, algorithm, micro_batch_tokens, together) for rows in chosen if rows]
+    return [rows for rows in chosen if rows]
 
 
 def grad_scale(batches: Sequence[TrainBatch], algorithm: AlgorithmSection) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import add
 from typing import Literal
 
 import torch
@@ -59,6 +60,8 @@ class LossContext:
     algorithm: AlgorithmSection
     reference_logprobs_M: Tensor | None = None
     dpo_beta: float = 0.1
+    counts: tuple[int, ...] | None = None
+    """Each row's trained tokens, if the caller knows them without asking the device."""
 
 
 LossMetrics = dict[str, Tensor]
@@ -177,6 +180,8 @@ def dpo(context: LossContext) -> tuple[Tensor, LossMetrics]:
         "dpo/chosen_reward": chosen_P.detach(),
         "dpo/rejected_reward": rejected_P.detach(),
     }
+    if context.counts is not None and all(map(add, context.counts[::2], context.counts[1::2])):
+        return loss_M, metrics
     # a pair without a trained token has no loss, so no metrics either
     return loss_M, {key: values_P[tokens_P > 0] for key, values_P in metrics.items()}
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from headrace.config import AlgorithmSection, RunConfig
 from headrace.data.episode import Step
-from headrace.data.sample import TrainBatch
+from headrace.data.sample import LearnerValues, TrainBatch
 from headrace.engines.base import ModelHost
 from headrace.errors import ConfigError
 from headrace.tracking.metrics import MetricsAggregator
@@ -25,12 +25,20 @@ class Trained:
     """What `forward_backward` found: metrics, and per sample the policy's log-probability of every trained target.
 
     `rejected` are the samples, by their index, that a correction took out of the loss: they do not count in the
-    normaliser either.
+    normaliser either. `entropies` and `clip_states` (see `ClipState`) are per sample and trained target, as the
+    log-probabilities are; a backend that does not know them leaves them empty.
     """
 
     metrics: MetricsAggregator
     logprobs: tuple[tuple[float, ...], ...]
     rejected: frozenset[int] = frozenset()
+    entropies: tuple[tuple[float, ...], ...] = ()
+    clip_states: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def learned(self) -> LearnerValues:
+        """What is recorded of the trained tokens."""
+        return LearnerValues(self.logprobs, self.entropies, self.clip_states)
 
 
 class Backend(Protocol):

@@ -8,9 +8,10 @@ from typing import Any
 
 from headrace.backends.base import Backend
 from headrace.config import RunConfig
-from headrace.engines.base import EngineAbilities, EngineFactory, RolloutEngine
+from headrace.engines.base import EngineAbilities, EngineFactory, ModelHost, RolloutEngine
 from headrace.errors import ConfigError, MissingExtraError
 from headrace.registry import names, resolve
+from headrace.weights.canary import TOLERANCES, Canary, canary_rows
 from headrace.weights.sync import WeightSync
 
 _OWN_ENGINE = {"tinker": "tinker"}
@@ -24,6 +25,7 @@ class Choice:
     new_backend: Any
     new_engine: EngineFactory
     transport: str
+    abilities: EngineAbilities
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +55,28 @@ def choose(config: RunConfig) -> Choice:
             f'engine "{name}" takes weights by {_listed(abilities.transports)}, and backend "{config.backend.name}" '
             f"sends them by {_listed(sent_by)}; {_remedy(config, sent_by)}"
         )
-    return Choice(backend, factory, shared[0])
+    return Choice(backend, factory, shared[0], abilities)
 
 
 def attach_engine(config: RunConfig, backend: Backend, choice: Choice) -> Policy:
     """Give a backend its engine, and the weight sync between the two."""
     host = backend.host(choice.transport)
+    canary = None if choice.abilities.digests else _canary(config, host)
     engine = choice.new_engine(config, host)
-    return Policy(backend, engine, WeightSync(host.weights, host.sender, engine))
+    sync = WeightSync(host.weights, host.sender, engine, canary, choice.abilities.pauses_to_sync)
+    return Policy(backend, engine, sync)
+
+
+def _canary(config: RunConfig, host: ModelHost) -> Canary:
+    """What proves a sync to an engine that cannot take a digest of what it decodes with."""
+    if host.score is None or host.vocabulary is None:
+        raise ConfigError(
+            f'engine "{config.engine.name}" proves a weight sync by rows that the learner scores too, and backend '
+            f'"{config.backend.name}" scores none; use another engine or another backend'
+        )
+    tolerance = config.engine.sync_tolerance or TOLERANCES[config.model.dtype]
+    length = min(filter(None, (host.max_length, config.engine.max_model_length)), default=None)
+    return Canary(canary_rows(host.vocabulary, length), host.score, tolerance)
 
 
 def _abilities(name: str, factory: Any, config: RunConfig) -> EngineAbilities:
@@ -84,6 +100,13 @@ def _problems(name: str, abilities: EngineAbilities, config: RunConfig) -> Itera
             f"eval.every = {config.eval.every} with trainer.max_staleness = {config.trainer.max_staleness} evaluates "
             f'one version while newer ones are served, and engine "{name}" has only one at a time; set eval.every = 0 '
             f"or trainer.max_staleness = 0, or use another engine"
+        )
+    cache = config.engine.cache_on_publish
+    if config.trainer.max_staleness and config.trainer.partial_rollouts and cache not in abilities.cache_on_sync:
+        possible = " or ".join(f'"{one}"' for one in abilities.cache_on_sync)
+        yield (
+            f'engine.cache_on_publish = "{cache}" is more than engine "{name}" can do with sequences in flight; '
+            f"{f'set it to {possible}' if possible else 'set trainer.partial_rollouts = false'}, or use another engine"
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
@@ -40,7 +40,7 @@ def print_settings(console: Console, options: Any, panel: Any) -> None:
 
 
 def print_section(name: str) -> None:
-    """`headrace train --help SECTION`: its keys, with those of sections within it."""
+    """`headrace train --help SECTION`: its keys, with those of sections within it; or those at `SECTION.KEY` only."""
     from rich.padding import Padding
     from rich.text import Text
 
@@ -49,17 +49,32 @@ def print_section(name: str) -> None:
     from headrace.tracking.terminal import Console
 
     known = list(_sections())
-    found = [one for one in known if name in ("all", one[0]) or one[0].startswith(f"{name}.")]
+    found = [
+        (title, summary, rows)
+        for title, summary, model in known
+        if (rows := _rows(title, model, name)) or name in ("all", title)
+    ]
     if not found:
         titles = [title for title, _, _ in known]
         raise ConfigError(f'there is no section "{name}"{nearest(name, titles)}; there are {", ".join(titles)}')
     console = Console()
     left = min(40, max(24, console.width * 2 // 5))
     console.print("Each line shows the key with its default.\n")
-    for title, summary, model in found:
+    for title, summary, rows in found:
         console.print(Text.assemble((f"[{title}]", "bold"), "  ", summary))
-        console.print(Padding(_section_table(model, left), (0, 0, 0, 2)))
+        console.print(Padding(_section_table(rows, left), (0, 0, 0, 2)))
         console.print()
+
+
+def _rows(title: str, model: type[BaseModel], wanted: str) -> list[tuple[str, FieldInfo]]:
+    """The keys of a section at or below `wanted`, such as "model", "model.lora" or "model.lora.rank"."""
+    from headrace.config.loading import field_paths
+
+    return [
+        (path, field)
+        for path, field in field_paths(model)
+        if wanted == "all" or f"{title}.{path}.".startswith(f"{wanted}.")
+    ]
 
 
 def _sections() -> Iterator[tuple[str, str, type[BaseModel]]]:
@@ -77,16 +92,14 @@ def _sections() -> Iterator[tuple[str, str, type[BaseModel]]]:
                 yield f"{name}.{path}.NAME", _summary(named), named
 
 
-def _section_table(model: type[BaseModel], left: int) -> Table:
+def _section_table(rows: Sequence[tuple[str, FieldInfo]], left: int) -> Table:
     from rich.table import Table
     from rich.text import Text
-
-    from headrace.config.loading import field_paths
 
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0), expand=True)
     table.add_column(width=left, overflow="fold")
     table.add_column(ratio=1)
-    for path, field in field_paths(model):
+    for path, field in rows:
         key = Text.assemble((path, "cyan"), (f" = {_default(field)}", "green"))
         meaning = Text.assemble(" ".join((field.description or "").split()), (f"  [{_type(field)}]", "dim"))
         table.add_row(key, meaning)

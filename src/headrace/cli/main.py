@@ -31,6 +31,7 @@ from headrace.cli.simulate import USAGE as SIMULATE_USAGE
 from headrace.cli.simulate import simulate
 from headrace.cli.train import SFT_USAGE, sft, train
 from headrace.cli.train import USAGE as TRAIN_USAGE
+from headrace.cli.view import view
 from headrace.errors import HeadraceError
 from headrace.utils.interrupts import INTERRUPTED, exit_process, take_over_signals
 
@@ -107,6 +108,7 @@ app.command(
         "headrace ledger runs/countdown", "headrace ledger runs/countdown --export episodes.jsonl --steps 1:5"
     ),
 )
+app.command(view, name="view", help_epilogue=examples("headrace view", "headrace view runs/countdown --port 0"))
 app.command(replay, name="replay", help_epilogue=examples("headrace replay runs/countdown --until 5"))
 app.command(algorithms, name="algorithms", help_epilogue=examples("headrace algorithms"))
 app.command(doctor, name="doctor", help_epilogue=examples("headrace doctor"))

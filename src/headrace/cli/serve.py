@@ -9,6 +9,8 @@ from typing import Annotated, Literal
 from cyclopts import App, Parameter
 
 from headrace.cli.help import examples
+from headrace.cli.trust import Trust, require_trust
+from headrace.errors import ConfigError
 
 serve_app = App(name="serve", help="Serve a model to programs written for another API.")
 
@@ -55,3 +57,51 @@ def tinker(
         max_body_mb=max_body_mb,
     )  # fmt: skip
     serve_tinker(options, partial(print, flush=True))
+
+
+@serve_app.command(
+    name="openai",
+    help_epilogue=examples("headrace serve openai runs/countdown", "headrace serve openai smollm2-135m --port 9000"),
+)
+def openai(
+    target: Annotated[
+        str, Parameter(help="A run folder (its newest checkpoint), a checkpoint, or a model.")
+    ] = "bundled",
+    /,
+    *,
+    name: Annotated[str | None, Parameter(help="What clients call the model; by default the target.")] = None,
+    host: Annotated[str, Parameter(help="Address to listen at; beyond loopback an API key is needed.")] = "127.0.0.1",
+    port: Annotated[int, Parameter(help="Port; 0 takes a free one.")] = 8000,
+    api_key: Annotated[str | None, Parameter(help="Key that clients must send.", env_var="HEADRACE_SERVE_KEY")] = None,
+    public_host: Annotated[
+        str | None, Parameter(help="Name by which clients reach the server, beside its address: a proxy's, say.")
+    ] = None,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float64"] | None,
+        Parameter(help="Type of a model's weights; a run has its own."),
+    ] = None,
+    threads: Annotated[int, Parameter(help="Threads of the tensor library; 0 for its own choice.")] = 0,
+    max_batch: Annotated[int, Parameter(help="Sequences decoded together.")] = 128,
+    max_waiting: Annotated[int, Parameter(help="Sequences that may wait; more are refused with 429.")] = 1024,
+    max_model_length: Annotated[int | None, Parameter(help="Longest sequence; by default the model's limit.")] = None,
+    max_tokens: Annotated[int, Parameter(help="Tokens of a reply whose request sets no limit.")] = 1024,
+    max_body_mb: Annotated[float, Parameter(help="Largest request.")] = 64.0,
+    trust: Trust = False,
+) -> None:
+    """Serve a trained run or a model to programs that speak OpenAI's API; needs the extra gateway."""
+    from headrace.registry import load_object
+    from headrace.tracking.terminal import working
+
+    with working("loading the server"):
+        serve_openai = load_object("headrace.openai_server.run:serve_openai")
+        run = load_object("headrace.openai_server.served:run_folder")(target)
+    if run is not None:
+        require_trust(run, trust)
+    elif trust:
+        raise ConfigError(f"--trust is for the folder of a run, and {target} is none; leave it out")
+    options = load_object("headrace.openai_server.options:OpenAIOptions")(
+        target=target, name=name, host=host, port=port, api_key=api_key, public_host=public_host, dtype=dtype,
+        threads=threads, max_batch=max_batch, max_waiting=max_waiting, max_model_length=max_model_length,
+        max_tokens=max_tokens, max_body_mb=max_body_mb,
+    )  # fmt: skip
+    serve_openai(options, partial(print, flush=True))

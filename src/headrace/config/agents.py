@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -148,7 +149,8 @@ class EngineSection(Section):
     """What generates tokens."""
 
     name: str = "torch"
-    """A rollout engine: "torch", or your own as "module:object". Backend "tinker" has "tinker"."""
+    """A rollout engine: "torch"; "vllm" or "sglang", which sample on servers; or your own as "module:object". Backend
+    "tinker" has "tinker"."""
     max_batch: int = Field(default=128, ge=1, le=65_536)
     """Sequences decoded together."""
     max_model_length: int | None = Field(default=None, ge=2, le=MOST_TOKENS)
@@ -170,9 +172,36 @@ class EngineSection(Section):
     """Threads of a separate engine. 0 takes half of the cores and leaves the others to the learner; with
     run.deterministic, it takes as many as the learner has."""
 
+    urls: tuple[str, ...] = ()
+    """Servers that run already, one per replica, such as "http://10.0.0.5:8000". Empty: Headrace starts its own."""
+    replicas: int = Field(default=1, ge=1, le=4096)
+    """Engines side by side: servers, or processes of engine "torch". Headrace starts, watches, restarts and ends them."""
+    python: str | None = None
+    """Interpreter of the environment that has the server's package; empty takes Headrace's own."""
+    server_args: tuple[str, ...] = ()
+    """Further arguments of the servers that Headrace starts, such as ["--tensor-parallel-size", "2"]."""
+    server_env: dict[str, str] = {}
+    """Further environment variables of these servers. "$NAME" is the value of a variable of Headrace's own."""
+    api_key_env: str | None = None
+    """Environment variable that holds the API key of the servers in engine.urls; empty for none."""
+    transport: Literal["file", "gloo", "nccl", "ipc", "disk", "adapter"] | None = None
+    """How weights travel to servers. Empty: "adapter" with LoRA; with GPUs "ipc" if colocated, otherwise "nccl"; else
+    "file" on this machine, "gloo" to others."""
+    sync_tolerance: float | None = Field(default=None, gt=0, le=100)
+    """How far the log-probabilities of canary rows, which servers and learner score at every weight sync, may differ on
+    average. Empty: by model.dtype."""
+    start_timeout_s: float = Field(default=600.0, gt=0, le=LONGEST_S)
+    """Seconds until a server that Headrace starts must answer."""
+
     effects: ClassVar = declare(
         always("name", "max_model_length"),
         when.SAMPLES("max_batch", "prefill_tokens", "kept_tokens", "weights", "threads", "health_every_s"),
+        when.SEVERAL_ENGINES("replicas"),
+        when.ON_SERVERS("urls", "python", "server_args", "server_env", "api_key_env", "transport"),
+        when.ON_SERVERS("sync_tolerance", "start_timeout_s"),
+        when.STARTS_SERVERS("replicas", "python", "server_args", "server_env", "start_timeout_s"),
+        when.GIVEN_SERVERS("api_key_env"),
+        when.NOT_ON_SERVERS("kept_tokens", "weights"),
         when.NOT_TINKER("prefill_tokens", "kept_tokens", "weights", "threads"),
         when.NOT_DETERMINISTIC("kept_tokens"),
         when.SEVERAL_TURNS("kept_tokens"),
@@ -181,3 +210,13 @@ class EngineSection(Section):
         when.TINKER_SEGMENTS("cache_on_publish"),
         when.SEPARATE("threads"),
     )
+
+    @field_validator("urls")
+    @classmethod
+    def _are_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        for url in urls:
+            if not re.fullmatch(r"https?://[^/\s?#]+(/[^\s?#]*)?", url):
+                raise ValueError(f'must be addresses such as "http://10.0.0.5:8000", got {url!r}')
+        if len({url.rstrip("/") for url in urls}) < len(urls):
+            raise ValueError("names a server twice; each URL is a replica")
+        return tuple(url.rstrip("/") for url in urls)

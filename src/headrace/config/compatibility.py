@@ -16,7 +16,7 @@ FREE = (
     "trainer.keep_last", "trainer.keep_best", "trainer.best_metric", "trainer.callbacks", "trainer.hook_timeout_s",
     "rollout.max_concurrent", "rollout.timeout_s", "filters.most_replacements",
     "produce.capacity", "produce.spill_above_mb",
-    "rollout.retries", "data.on_overlap", "engine", "eval", "gateway",
+    "optimizer.offload", "rollout.retries", "data.on_overlap", "engine", "eval", "gateway",
     "tinker.base_url", "tinker.api_key_env", "tinker.ttl_s", "track", "ledger", "alarm", "simulate",
     "backend.rank_timeout_s", "cluster", "launch", "judge.placement", "judge.actors",
 )  # fmt: skip
@@ -24,8 +24,10 @@ FREE = (
 
 UNLESS_DETERMINISTIC = (
     "backend.micro_batch_tokens", "backend.logits_chunk", "backend.share_prefixes", "backend.gradient_checkpointing",
-    "backend.ranks", "backend.shard", "backend.cpu_offload", "backend.threads", "engine.threads", "engine.kept_tokens", "trainer.placement",
+    "backend.checkpoint_every", "backend.ranks", "backend.shard", "backend.cpu_offload", "backend.threads",
+    "engine.threads", "engine.kept_tokens", "trainer.placement",
     "trainer.stream", "trainer.release_cache",
+    "model.device", "model.dtype", "model.tf32", "model.attention", "model.fast_path", "optimizer.master_dtype",
 )  # fmt: skip
 """Settings that change results by rounding, which `run.deterministic` does not allow."""
 
@@ -103,7 +105,8 @@ def check_branching(stored: dict[str, Any], config: RunConfig, source: Path) -> 
     found = [
         change for change in changes(stored, config) if not _within(change.key, ("run.name", "run.dir", "run.resume"))
     ]
-    refused = [change for change in found if _within(change.key, BOUND_TO_STATE) and not _within(change.key, FREE)]
+    free = (*FREE, *UNLESS_DETERMINISTIC)
+    refused = [change for change in found if _within(change.key, BOUND_TO_STATE) and not _within(change.key, free)]
     if refused:
         raise ConfigError(
             f"{source} was made with other settings: {'; '.join(map(str, refused))}. Take the change back; or, to use "

@@ -13,6 +13,7 @@ from headrace.config.derived import (
     has_rows,
     is_judged,
     longest_reply,
+    on_servers,
     places_judgers,
     places_learners,
     reads_old,
@@ -81,6 +82,35 @@ NOT_TINKER = Condition(
     'backend "tinker" leaves it to the service',
     "remove it, or change backend.name",
 )
+_DEVICE = 'model.device is "{c.model.device}"'
+MAYBE_CPU = Condition(
+    lambda s: s.c.model.device in ("auto", "cpu"),
+    f"it is for the CPU, and {_DEVICE}",
+    "remove it, or change model.device",
+)
+MAYBE_ACCELERATOR = Condition(
+    lambda s: s.c.model.device != "cpu", f"it is for accelerators, and {_DEVICE}", "remove it, or change model.device"
+)
+MAYBE_CUDA = Condition(
+    lambda s: s.c.model.device == "auto" or s.c.model.device.startswith("cuda"),
+    f"it is for CUDA, and {_DEVICE}",
+    "remove it, or change model.device",
+)
+MAYBE_WIDE = Condition(
+    lambda s: s.c.model.dtype in ("auto", "float32") and not (s.c.model.dtype == "auto" and s.c.model.device == "cpu"),
+    'only float32 products are rounded so, and model.dtype is "{c.model.dtype}"',
+    'remove it, or set model.dtype = "float32"',
+)
+BASE_FROZEN = Condition(
+    lambda s: s.c.model.lora.rank > 0,
+    "model.lora.rank is 0, and quantised weights cannot be trained",
+    "remove it, or set model.lora.rank",
+)
+CHECKPOINTS = Condition(
+    lambda s: s.own.gradient_checkpointing,
+    "backend.gradient_checkpointing is false",
+    "remove it, or set backend.gradient_checkpointing = true",
+)
 FSDP = Condition(
     lambda s: s.c.backend.name == "fsdp" or has_own({s.c.backend.name}, "backend"),
     'it is for backend "fsdp", and backend.name is "{c.backend.name}"',
@@ -89,6 +119,27 @@ TINKER_RANK = Condition(lambda s: s.c.backend.name != "tinker", "the adapters ar
 TINKER = Condition(
     lambda s: s.c.backend.name == "tinker" or has_own({s.c.backend.name}, "backend"),
     'it is for backend "tinker", and backend.name is "{c.backend.name}"',
+)
+ON_SERVERS = Condition(
+    lambda s: on_servers(s.c) or has_own({s.c.engine.name}, "engine"),
+    'it is for engines on servers ("vllm", "sglang"), and engine.name is "{c.engine.name}"',
+    "remove it, or change engine.name",
+)
+NOT_ON_SERVERS = Condition(
+    lambda s: not on_servers(s.c),
+    'engine "{c.engine.name}" leaves it to its servers',
+    "remove it, or set engine.server_args",
+)
+SEVERAL_ENGINES = Condition(
+    lambda s: s.c.backend.name != "tinker",
+    'backend "tinker" samples on the service',
+    "remove it, or change backend.name",
+)
+STARTS_SERVERS = Condition(
+    lambda s: not s.own.urls, "engine.urls names servers that run already", "remove one of the two"
+)
+GIVEN_SERVERS = Condition(
+    lambda s: bool(s.own.urls), "Headrace starts the servers, on loopback", "remove it, or set engine.urls"
 )
 PARTIAL = Condition(
     lambda s: s.c.trainer.partial_rollouts or varies(s.c, "trainer.partial_rollouts"),
@@ -120,7 +171,7 @@ NO_WARMUP_STEPS = Condition(
     "remove one of the two",
 )
 SEPARATE = Condition(
-    lambda s: s.c.trainer.placement == "separate" or has_own({s.c.backend.name}, "backend"),
+    lambda s: s.c.trainer.placement == "separate" or on_servers(s.c) or has_own({s.c.backend.name}, "backend"),
     "a colocated engine shares the learner's threads",
     'set backend.threads, or trainer.placement = "separate"',
 )

@@ -107,6 +107,11 @@ def samples_as_learned(config: RunConfig) -> bool:
     return rollout.top_p == 1 and not rollout.top_k and not model.lora.dropout and config.engine.weights == "float32"
 
 
+def on_servers(config: RunConfig) -> bool:
+    """Whether servers sample, which Headrace talks to over HTTP."""
+    return config.engine.name in ("vllm", "sglang")
+
+
 def is_judged(config: RunConfig) -> bool:
     """Whether there is a judger."""
     return bool(config.workflow.judger or config.judge.routes or any(one.judger for one in config.eval.sets.values()))

@@ -77,14 +77,32 @@ class ModelSection(Section):
 
     name: str = "bundled"
     """A name from `headrace model list`, a folder in Hugging Face format, or a hub id."""
-    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """Type of the weights while training and sampling."""
+    device: str = Field(default="auto", pattern=r"^[a-z]+(:\d{1,3})?$")
+    """Where the model computes: "cpu", "cuda", "cuda:1", "mps", "xpu". "auto": the first accelerator, else the CPU."""
+    dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
+    """Type of the weights while training and sampling. "auto": bfloat16 on accelerators, float32 on the CPU."""
+    tf32: bool = False
+    """Let NVIDIA GPUs round the inputs of float32 products to TF32: faster, with about three decimal digits."""
+    attention: Literal["auto", "sdpa", "varlen", "flash_attn", "padded"] = "auto"
+    """How packed rows attend in the forward pass of transformers: "sdpa" in bins of similar length, "varlen" with
+    torch's kernel for rows of any length (CUDA), "flash_attn" with that package's, "padded" as a right-padded batch.
+    "auto" takes the fastest that gives this model's own results."""
+    quantize: Literal["none", "nf4", "fp4", "int8"] = "none"
+    """Hold the frozen base model of adapters in so few bits (QLoRA; needs the package bitsandbytes)."""
     lora: LoraSection = LoraSection()
     """Adapters; leave rank at 0 to train all weights."""
     fast_path: bool = True
-    """Use Headrace's own forward pass for models of the Llama family; false always uses that of transformers."""
+    """Use Headrace's own forward pass for models of the Llama family on the CPU; false always uses that of
+    transformers."""
 
-    effects: ClassVar = declare(when.NAMED_HERE("name"), when.NOT_TINKER("dtype", "fast_path"))
+    effects: ClassVar = declare(
+        when.NAMED_HERE("name"),
+        when.NOT_TINKER("device", "dtype", "attention", "fast_path", "tf32", "quantize"),
+        when.MAYBE_CPU("fast_path"),
+        when.MAYBE_CUDA("tf32"),
+        when.MAYBE_WIDE("tf32"),
+        when.BASE_FROZEN("quantize"),
+    )
 
 
 class BackendSection(Section):
@@ -101,6 +119,8 @@ class BackendSection(Section):
     """Prefix sharing: compute a prefix that rows share (a group's prompt, the turns of a conversation) only once."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, a third more time."""
+    checkpoint_every: int = Field(default=1, ge=1, le=1000)
+    """With gradient_checkpointing: recompute only every so manieth layer, and keep the activations of the others."""
     threads: int = Field(default=0, ge=0, le=4096)
     """Threads of the tensor library. 0 lets it choose; with run.deterministic, whose results depend on the number, 0
     means 2."""
@@ -117,7 +137,8 @@ class BackendSection(Section):
 
     effects: ClassVar = declare(
         always("name", "micro_batch_tokens"),
-        when.NOT_TINKER("logits_chunk", "share_prefixes", "gradient_checkpointing", "threads"),
+        when.NOT_TINKER("logits_chunk", "share_prefixes", "gradient_checkpointing", "checkpoint_every", "threads"),
+        when.CHECKPOINTS("checkpoint_every"),
         when.FSDP("ranks", "shard", "cpu_offload", "rank_timeout_s"),
     )
 
@@ -146,8 +167,15 @@ class OptimizerSection(Section):
     """Warm-up as a share of all steps; used if warmup_steps is 0."""
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
     """Learning rate at the end of a linear or cosine schedule, as a share of the peak."""
+    master_dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
+    """Type of what the optimizer updates, and of its moments. Where it is wider than model.dtype, the optimizer has a
+    copy of the parameters of its own. "auto": float32 on accelerators, model.dtype on the CPU."""
+    offload: bool = False
+    """Keep the optimizer's state in host memory, and on the device only while it makes a step."""
 
     effects: ClassVar = declare(
+        when.NOT_TINKER("master_dtype", "offload"),
+        when.MAYBE_ACCELERATOR("offload"),
         always("lr", "betas", "eps", "weight_decay", "grad_clip", "schedule", "warmup_steps"),
         when.NO_WARMUP_STEPS("warmup_ratio"),
         when.FALLS("min_lr_ratio"),

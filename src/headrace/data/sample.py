@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
 from headrace.data.codec import JsonData, as_tuples
@@ -57,6 +58,29 @@ class Sample(JsonData):
         return sum(self.loss_mask)
 
 
+class ClipState(IntEnum):
+    """What a loss and its correction did with a trained token."""
+
+    KEPT = 0
+    CLIPPED = 1  # its ratio was clipped, and that changed its loss
+    DROPPED = 2  # its loss left it out (dppo)
+    MASKED = 3  # a correction gave it weight 0 (icepop)
+    REJECTED = 4  # a correction rejected its row
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerValues:
+    """What the learner computed of a batch's trained targets, before the update: per sample, one value per target.
+
+    Only targets that the loss mask keeps are there. `entropies` (of the whole distribution, at the sample's
+    temperature) and `clip_states` are empty where a backend does not know them.
+    """
+
+    logprobs: tuple[tuple[float, ...], ...]
+    entropies: tuple[tuple[float, ...], ...] = ()
+    clip_states: tuple[tuple[int, ...], ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class TrainBatch:
     """Samples of one `forward_backward`, each with the weight that its token losses carry, cut into micro-batches.
@@ -65,7 +89,7 @@ class TrainBatch:
     of a step is its global normaliser times the sum over all tokens of weight times loss. The
     normaliser goes to `optim_step`, when the step is complete: so the result does not depend on how the step was cut.
     `rejected` are indices of samples that `forward_backward` found to be out of the loss: the normaliser does not count
-    them.
+    them. `learned` is what it computed of the others, too; None before it.
     """
 
     samples: tuple[Sample, ...]
@@ -73,19 +97,29 @@ class TrainBatch:
     micro_batches: tuple[tuple[int, ...], ...]
     sequences: int
     rejected: frozenset[int] = frozenset()
+    learned: LearnerValues | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LearnedShare:
+    """Rows of a step's batch that one of its several updates was made on, by their place in it."""
+
+    places: tuple[int, ...]
+    batch: TrainBatch
 
 
 class _Row:
     """A row under construction."""
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: Step, place: int) -> None:
         self.tokens: list[Any] = []
         self.mask: list[int] = []
         self.logprobs: list[float] = []
         self.versions: list[int] = []
         self.advantages: list[float] = []
         self.temperature = step.temperature
-        self.extend(step)
+        self.parts: list[tuple[int, int, int]] = []
+        self.extend(step, place)
 
     def continues_with(self, step: Step) -> bool:
         size = len(self.tokens)
@@ -95,9 +129,10 @@ class _Row:
             and list(step.prompt_ids[:size]) == self.tokens
         )
 
-    def extend(self, step: Step) -> None:
+    def extend(self, step: Step, place: int) -> None:
         new_prompt = step.prompt_ids[len(self.tokens) :]
         count = len(step.response_ids)
+        self.parts.append((place, len(new_prompt), count))
         self.tokens += [*new_prompt, *step.response_ids]
         self.mask += [0] * len(new_prompt) + [1] * count
         self.logprobs += [0.0] * len(new_prompt) + list(step.logprobs or [0.0] * count)
@@ -138,16 +173,21 @@ def merge_steps(trajectory: Trajectory, **identity: Any) -> list[Sample]:
     ]
 
 
+def merged_parts(trajectory: Trajectory) -> list[list[tuple[int, int, int]]]:
+    """What each row of `merge_steps` was merged from: the number of the Step, its new prompt tokens, its response."""
+    return [row.parts for row in _rows(trajectory.steps)]
+
+
 def _rows(steps: Sequence[Step]) -> list[_Row]:
     rows: list[_Row] = []
-    for step in steps:
+    for place, step in enumerate(steps):
         if not step.prompt_ids:
             raise DataError("a Step must have at least one prompt token: the first token of a row is never a target")
         # any row: a role may hold several conversations in turns. The newest first, which it nearly always is
         for row in reversed(rows):
             if row.continues_with(step):
-                row.extend(step)
+                row.extend(step, place)
                 break
         else:
-            rows.append(_Row(step))
+            rows.append(_Row(step, place))
     return rows

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from headrace.config import RunConfig
 from headrace.errors import ConfigError
-from headrace.weights.base import WeightSender, WeightSource
+from headrace.weights.base import Endpoint, WeightSender, WeightSource
+from headrace.weights.canary import Score
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,12 @@ class EngineHealth:
     busy_s: float
     error: str | None = None
     restarts: int = 0
+    state: str = "serving"
+    """"serving"; "unsynced": it answers, but does not have the current weights; "starting": it is started again."""
+    reissued: int = 0
+    """Requests that were issued again, with the same seeds, because who had them was lost."""
+    replicas: tuple[EngineHealth, ...] = ()
+    """Of a pool, each of its engines."""
 
 
 class Generates(Protocol):
@@ -90,6 +97,17 @@ class EngineAbilities:
     """The tokens of a request depend on nothing but its weights, prompt and seed; `run.deterministic` needs it."""
     pins: bool = True
     """It can keep one version for pinned requests while it serves newer ones; evaluation beside training needs it."""
+    digests: bool = True
+    """It takes the digest of what it decodes with. Otherwise canary rows are the proof, scored by both sides."""
+    pauses_to_sync: bool = False
+    """It must not decode while weights travel."""
+    model_logprobs: bool = True
+    """It returns log-probabilities at temperature 1 beside those of the sampling distribution. Otherwise a request
+    whose sampling changes the distribution is scored once more."""
+    cache_on_sync: tuple[str, ...] = ("keep", "recompute")
+    """What it can do with the cache of sequences in flight when new weights arrive (`engine.cache_on_publish`)."""
+    in_flight: bool = True
+    """Sequences in flight continue with new weights; otherwise they end with those they began with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +121,10 @@ class ModelHost:
     weights: WeightSource
     sender: WeightSender
     """Of the transport that was chosen; the engine takes the other end of it."""
+    score: Score | None = None
+    """The learner's log-probabilities of rows under its weights as they are now; None if it cannot say."""
+    vocabulary: int | None = None
+    """Token ids that the model knows; None if the backend does not know."""
 
 
 class RolloutEngine(Protocol):
@@ -133,10 +155,11 @@ class RolloutEngine(Protocol):
         """Make ready for new weights, which the sender brings before `end_update`."""
         ...
 
-    async def end_update(self, version: int) -> str:
+    async def end_update(self, version: int) -> str | None:
         """Decode with the weights that were sent, from one token to the next; the fingerprint of what is decoded with.
 
-        The fingerprint is taken here, of what decoding reads: it is the proof that the weights arrived.
+        The fingerprint is taken here, of what decoding reads: it is the proof that the weights arrived. None from an
+        engine that cannot take it: then canary rows are the proof.
         """
         ...
 
@@ -165,6 +188,15 @@ class RolloutEngine(Protocol):
         ...
 
 
+@runtime_checkable
+class Reachable(Protocol):
+    """What an engine of servers has beside: where its senders find them."""
+
+    def endpoints(self) -> Sequence[Endpoint]:
+        """Every server that is to receive the next weights, as it is now."""
+        ...
+
+
 class EngineFactory(Protocol):
     """What an engine's name stands for: an engine's class, or an object that makes engines."""
 
@@ -177,6 +209,30 @@ class EngineFactory(Protocol):
         ...
 
 
+@runtime_checkable
+class Routes(Protocol):
+    """What a pool has beside: requests that belong together go to one replica, whose cache has their beginning."""
+
+    async def generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams, seed: int, pinned: bool = False,
+        affinity: str | None = None,
+    ) -> Generation:  # fmt: skip
+        """As every engine; requests with the same `affinity` belong together."""
+        ...
+
+    routes: Literal[True]
+
+
+class ConversationView:
+    """An engine as one conversation, or the conversations of one group, see it."""
+
+    def __init__(self, engine: Routes, affinity: str, pinned: bool = False) -> None:
+        self._engine, self._affinity, self._pinned = engine, affinity, pinned
+
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, seed: int) -> Generation:
+        return await self._engine.generate(prompt_ids, params, seed, pinned=self._pinned, affinity=self._affinity)
+
+
 class EvaluationView:
     """An engine as evaluation sees it: all its requests are pinned."""
 
@@ -185,3 +241,15 @@ class EvaluationView:
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, seed: int) -> Generation:
         return await self._engine.generate(prompt_ids, params, seed, pinned=True)
+
+    def conversation(self, affinity: str) -> Generates:
+        """Itself, or of a pool the replica that serves the conversation."""
+        engine = self._engine
+        return ConversationView(engine, affinity, pinned=True) if isinstance(engine, Routes) else self
+
+
+def of_conversation(engine: Generates, affinity: str) -> Generates:
+    """The engine for a conversation: where there are several, always the same one."""
+    if isinstance(engine, EvaluationView):
+        return engine.conversation(affinity)
+    return ConversationView(engine, affinity) if isinstance(engine, Routes) else engine

@@ -1,4 +1,4 @@
-"""Engine "torch": in the learner's process on the learner's own tensors, or in a process of its own."""
+"""Engine "torch": in the learner's process on the learner's own tensors, or in one or several of its own."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TypeVar
 from headrace.config import RunConfig
 from headrace.engines.base import EngineAbilities, ModelHost, RolloutEngine, SamplingParams
 from headrace.engines.placement import DETERMINISTIC_ROWS, engine_threads, takes_turns
+from headrace.engines.pool import EnginePool
 from headrace.engines.process.engine import ProcessEngine
 from headrace.engines.process.wire import EngineOptions
 from headrace.engines.torch.engine import TorchEngine, usable_length
@@ -16,10 +17,17 @@ from headrace.weights.shared_memory import SharedBuffers
 
 
 class BuiltinEngine:
-    """Makes a `TorchEngine` or a `ProcessEngine`, by `trainer.placement`."""
+    """Makes a `TorchEngine`, a `ProcessEngine` or a pool of these, by `trainer.placement` and `engine.replicas`."""
 
     def abilities(self, config: RunConfig) -> EngineAbilities:
-        return EngineAbilities(("shared_memory",) if config.trainer.placement == "separate" else ("in_place",))
+        separate = config.trainer.placement == "separate"
+        if config.engine.replicas > 1 and not separate:
+            raise ConfigError(
+                f'engine.replicas = {config.engine.replicas} of engine "torch" are processes of their own, and '
+                f'trainer.placement = "{config.trainer.placement}" keeps the engine in the learner\'s; set '
+                f'trainer.placement = "separate", or engine.replicas = 1'
+            )
+        return EngineAbilities(("shared_memory",) if separate else ("in_place",))
 
     def __call__(self, config: RunConfig, host: ModelHost) -> RolloutEngine:
         return (_in_process if config.trainer.placement == "separate" else _in_place)(config, host)
@@ -47,7 +55,7 @@ def _in_place(config: RunConfig, host: ModelHost) -> TorchEngine:
     )
 
 
-def _in_process(config: RunConfig, host: ModelHost) -> ProcessEngine:
+def _in_process(config: RunConfig, host: ModelHost) -> RolloutEngine:
     section, length = config.engine, config.engine.max_model_length
     if host.max_length is not None:  # checked here, before a process is started
         length = usable_length(host.max_length, length)
@@ -64,7 +72,10 @@ def _in_process(config: RunConfig, host: ModelHost) -> ProcessEngine:
         cache_on_publish=section.cache_on_publish,
         threads=engine_threads(config),
     )
-    return ProcessEngine(_sender(host, SharedBuffers), options)
+    weights = _sender(host, SharedBuffers)
+    if section.replicas == 1:
+        return ProcessEngine(weights, options)
+    return EnginePool([ProcessEngine(weights, options, waits=False) for _ in range(section.replicas)])
 
 
 def _sender(host: ModelHost, kind: type[S]) -> S:

@@ -32,7 +32,7 @@ class HttpJson:
         max_concurrent: int = 64,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        self._headers = {**(headers or {}), **_authorization(api_key_env)}
+        self._headers = {**(headers or {}), **authorization(api_key_env)}
         self._timeout_s = timeout_s
         self._retries = retries
         self._max_concurrent = max_concurrent
@@ -95,7 +95,8 @@ class HttpJson:
         return min(_FIRST_PAUSE_S * 2**attempt, _LONGEST_PAUSE_S) * self._jitter.uniform(0.5, 1.0)
 
 
-def _authorization(api_key_env: str | None) -> dict[str, str]:
+def authorization(api_key_env: str | None) -> dict[str, str]:
+    """The headers of a request: JSON, and the key that an environment variable holds."""
     headers = {"Content-Type": "application/json"}
     if api_key_env is None:
         return headers

@@ -27,7 +27,8 @@ def learner_threads(config: RunConfig) -> int:
         return config.backend.threads or DETERMINISTIC_THREADS
     if config.backend.threads or config.trainer.placement == "colocate":
         return config.backend.threads
-    return max(1, _cores() - engine_threads(config))  # both with all cores would stand in each other's way
+    engines = engine_threads(config) * config.engine.replicas
+    return max(1, _cores() - engines)  # both with all cores would stand in each other's way
 
 
 def check_threads(config: RunConfig) -> None:
@@ -52,10 +53,10 @@ def _require_threads(count: int) -> None:
 
 
 def engine_threads(config: RunConfig) -> int:
-    """Threads of an engine in a process of its own."""
+    """Threads of an engine in a process of its own; of each, if there are several."""
     if config.run.deterministic:
         return config.engine.threads or learner_threads(config)
-    return config.engine.threads or max(1, _cores() // 2)
+    return config.engine.threads or max(1, _cores() // 2 // config.engine.replicas)
 
 
 def _cores() -> int:

@@ -15,6 +15,8 @@ from headrace.engines.base import Generation, SamplingParams
 from headrace.errors import DataError, EngineError, PromptTooLongError
 
 Detokenize = Callable[[Sequence[int]], str]
+OnTokens = Callable[[Sequence[int], Sequence[float]], None]
+"""Hears of tokens and their log-probabilities as they are sampled."""
 
 
 def checked_ids(ids: Sequence[Any], vocabulary: int) -> tuple[int, ...]:
@@ -42,6 +44,7 @@ class Request:
     limit: int
     limit_reason: str
     detokenize: Detokenize | None = None
+    on_tokens: OnTokens | None = None
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     model_logprobs: list[float] = field(default_factory=list)
@@ -95,6 +98,8 @@ class Request:
         self.logprobs += logprobs
         self.model_logprobs += model_logprobs
         self.versions += [version] * len(tokens)
+        if self.on_tokens is not None:
+            self.on_tokens(tokens, logprobs)
 
     def start_over(self) -> None:
         """Forget what has been sampled."""

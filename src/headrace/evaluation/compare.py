@@ -57,14 +57,15 @@ def difference(name: str, source: str | None, pairs: Sequence[Pair], seed: int =
     """The difference over pairs of scores of the same tasks."""
     changes = [after.share - before.share for before, after in pairs]
     better, worse = sum(change > 0 for change in changes), sum(change < 0 for change in changes)
-    low, high = bootstrap_interval(changes, seed, _RESAMPLES)
+    shares = [before.share for before, _ in pairs], [after.share for _, after in pairs]
+    first, second, change, low, high = mean_change(*shares, seed)
     return Difference(
         set=name,
         source=source,
         tasks=len(pairs),
-        first=_mean([before.share for before, _ in pairs]),
-        second=_mean([after.share for _, after in pairs]),
-        difference=_mean(changes),
+        first=first,
+        second=second,
+        difference=change,
         low=low,
         high=high,
         better=better,
@@ -72,6 +73,14 @@ def difference(name: str, source: str | None, pairs: Sequence[Pair], seed: int =
         same=len(pairs) - better - worse,
         p_value=sign_test(better, worse),
     )
+
+
+def mean_change(
+    first: Sequence[float], second: Sequence[float], seed: int = 0
+) -> tuple[float, float, float, float, float]:
+    """Both means, their difference, and its 95% interval: a paired bootstrap over tasks."""
+    changes = [after - before for before, after in zip(first, second, strict=True)]
+    return _mean(first), _mean(second), _mean(changes), *bootstrap_interval(changes, seed, _RESAMPLES)
 
 
 def sign_test(better: int, worse: int) -> float:

@@ -27,6 +27,7 @@ from headrace.utils.usercode import reason_of
 
 _Z95 = 1.959963984540054
 _RESAMPLES = 1000
+_MOST_DRAWN = 4_000_000
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
 
@@ -241,6 +242,8 @@ def bootstrap_interval(values: Sequence[float], seed: int = 0, resamples: int = 
     """95% interval of the mean, resampling tasks."""
     rng = np.random.default_rng(seed)
     data = np.asarray(values)
-    means = data[rng.integers(0, len(data), (resamples, len(data)))].mean(axis=1)
+    at_once = max(1, _MOST_DRAWN // len(data))  # resamples: those of many tasks would not fit into memory
+    draws = (min(at_once, resamples - made) for made in range(0, resamples, at_once))
+    means = np.concatenate([data[rng.integers(0, len(data), (count, len(data)))].mean(axis=1) for count in draws])
     low, high = np.percentile(means, [2.5, 97.5])
     return float(low), float(high)

@@ -27,7 +27,7 @@ def find_damage(rows: Rows) -> str | None:
 
 def find_contradiction(rows: Rows) -> str | None:
     """The first thing that the tables disagree about; None if they agree on everything."""
-    checks: tuple[Callable[[Rows], Iterable[str]], ...] = (_groups, _counts, _batches, _members, _episodes)
+    checks: tuple[Callable[[Rows], Iterable[str]], ...] = (_groups, _counts, _batches, _bodies, _members, _episodes)
     return next((found for check in checks for found in check(rows)), None)
 
 
@@ -100,6 +100,14 @@ def _batches(rows: Rows) -> Iterator[str]:
             yield f"the batch of step {step + 1} lists {count} groups, the last as number {last + 1}"
     for step in sorted(members):
         yield f"groups are listed for a batch of step {step + 1}, and there is none"
+
+
+def _bodies(rows: Rows) -> Iterator[str]:
+    """Rows and tokens belong to a batch, and tokens to rows. They are decoded, and their checksums compared, on use."""
+    kinds = (("batch_rows", "batches", "rows", "batch"), ("batch_tokens", "batch_rows", "the learner's values", "rows"))
+    for table, owner, what, missing in kinds:
+        for (step,) in rows(f"SELECT step FROM {table} WHERE step NOT IN (SELECT step FROM {owner}) LIMIT 1", ()):
+            yield f"there are {what} of a batch of step {step + 1}, and no {missing}"
 
 
 def _episodes(rows: Rows) -> Iterator[str]:

@@ -105,9 +105,7 @@ def _use_log(connection: sqlite3.Connection, path: Path) -> None:
 
 def connect_reader(path: Path) -> sqlite3.Connection:
     """Open for reading, beside a writer or without one. A file of an older program is migrated first."""
-    if not path.exists():
-        raise LedgerError(f"there is no ledger {path}; name the folder of a run that was made with ledger.enabled")
-    connection = _connect_read_only(path)
+    connection = connect_unchanged(path)
     with explaining(path, "read"):
         if version_of(connection) == len(MIGRATIONS):
             return connection
@@ -117,6 +115,13 @@ def connect_reader(path: Path) -> sqlite3.Connection:
             connect_writer(path).close()
         finally:
             lock.release()
+    return _connect_read_only(path)
+
+
+def connect_unchanged(path: Path) -> sqlite3.Connection:
+    """Open for reading and leave the file as it is: tables of an older program may lack what newer ones have."""
+    if not path.exists():
+        raise LedgerError(f"there is no ledger {path}; name the folder of a run that was made with ledger.enabled")
     return _connect_read_only(path)
 
 

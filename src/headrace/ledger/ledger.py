@@ -12,7 +12,7 @@ from typing import Any
 
 from headrace.config import LedgerSection
 from headrace.data.episode import Episode, ModelOutput, OwnedMessages
-from headrace.data.sample import TrainBatch
+from headrace.data.sample import LearnedShare, TrainBatch
 from headrace.data.task import Message
 from headrace.ledger.files import connect_reader, connect_writer, explaining, ledger_file, lock_for_writing
 from headrace.ledger.reader import LedgerReader
@@ -173,10 +173,15 @@ class Ledger(LedgerReader):
         """A batch is about to be trained after `step` optimizer steps. `again` are groups trained before.
 
         `pieces` says how many groups were learned from at a time; empty: all at once. `trained` are the rows that
-        were made of the groups, with their advantages.
+        were made of the groups, with their advantages and, once it is known, what the learner computed of their
+        tokens.
         """
         batch = (step, version, tuple(group_ids), tuple(again), tuple(pieces), tuple(trained))
         self._writer.put(Recorder.batch, *batch)
+
+    def learned(self, step: int, part: int, share: LearnedShare) -> None:
+        """What the learner computed of rows of the batch of `step`, for the update number `part` on it."""
+        self._writer.put(Recorder.learned, step, part, share)
 
     def committed(self, step: int, steps: int) -> None:
         """So many optimizer steps were made on the batch of `step`."""

@@ -168,6 +168,10 @@ class Packer:
         """Add log-probabilities or advantages."""
         return self._add(values, _floats(values))
 
+    def numbers(self, packed: array[Any]) -> int:
+        """Add numbers in the form that they are stored in."""
+        return self._add((), packed)
+
     def _add(self, values: Sequence[Any], packed: array[Any] | None) -> int:
         if packed is None:
             self._described.append(list(values))

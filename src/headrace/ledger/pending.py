@@ -16,11 +16,13 @@ from headrace.ledger.columns import SUMMARY
 
 _MOST = 64  # rows of one statement
 
-_FINISHED_COLUMNS = ("state", "duration_s", *SUMMARY)
+_FINISHED_COLUMNS = ("state", "duration_s", "finished_at", *SUMMARY)
 _GIVEN = ", ".join(f"{name} = given.column{place}" for place, name in enumerate(_FINISHED_COLUMNS, 2))
 _EVAL_COLUMNS = ("evaluation_id", "task_id", "source", "group_id", "rollout_idx", "attempt", *SUMMARY, "body")
 
-STARTED: Final = "INSERT INTO episodes (episode_id, group_id, rollout_idx, attempt, state, seed) VALUES {rows}"
+STARTED: Final = (
+    "INSERT INTO episodes (episode_id, group_id, rollout_idx, attempt, state, seed, started_at) VALUES {rows}"
+)
 CALLED: Final = (
     "INSERT INTO calls (episode_id, call, role, seed, request_digest, params_id, prompt_tokens, completion_tokens, "
     "finish_reason, temperature, body) VALUES {rows}"

@@ -2,40 +2,30 @@
 
 from __future__ import annotations
 
-import json
-import sqlite3
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from headrace.data.episode import Episode
 from headrace.errors import LedgerError
+from headrace.ledger.batch_reader import BatchReader, Row
 from headrace.ledger.bodies import FIRST_PROMPT, Base, unpack_call, unpack_episode, unpack_prompt
 from headrace.ledger.columns import SUMMARY, episode_fields
-from headrace.ledger.files import connect_reader, damaged, explaining, ledger_file
+from headrace.ledger.files import connect_reader, damaged, ledger_file
 from headrace.ledger.pack import DamagedRecordError, from_json, unpack_value, unseal
 from headrace.ledger.records import (
     Account,
-    BatchRecord,
     CallRecord,
     EpisodeRecord,
     EpisodeState,
-    EvaluationRecord,
     GroupRecord,
     GroupState,
     IdentityRecord,
     ProcessRecord,
     ResultRecord,
-    TrainedRow,
     UnfinishedGroup,
-    WeightSyncRecord,
 )
 from headrace.ledger.restoring import GROUP
-from headrace.ledger.rows import unpack_rows
-
-Row = tuple[Any, ...]
 
 _SUMMARY = ", ".join(f"e.{name}" for name in SUMMARY)
 _TRAIN_EPISODE = (
@@ -51,55 +41,14 @@ _EVAL_FROM = "eval_episodes e JOIN evaluations v USING (evaluation_id)"
 _PAGE = 200  # episodes read at once: a reader that stays within one read keeps the writer's log from being emptied
 
 
-class LedgerReader:
+class LedgerReader(BatchReader):
     """Answers from what was committed when it is asked."""
-
-    def __init__(self, connection: sqlite3.Connection, path: Path = Path()) -> None:
-        self._connection = connection
-        self.path = path
 
     @classmethod
     def read(cls, place: Path) -> LedgerReader:
-        """Open a run folder's ledger, or the file itself, for reading."""
+        """Open a run folder's ledger, or the file itself, for reading. Of a subclass, too: a reader, no writer."""
         path = ledger_file(place)
         return LedgerReader(connect_reader(path), path)
-
-    def close(self) -> None:
-        """Let go of the file."""
-        self._connection.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *failure: object) -> None:
-        self.close()
-
-    @contextmanager
-    def snapshot(self) -> Iterator[None]:
-        """Within it, all answers are of one moment. Not for long: the writer's log grows meanwhile."""
-        self.rows("BEGIN")
-        try:
-            yield
-        finally:
-            self.rows("COMMIT")
-
-    def rows(self, query: str, values: Iterable[Any] = ()) -> list[Row]:
-        """What a query of SQL answers."""
-        with explaining(self.path, "read"):
-            return self._connection.execute(query, tuple(values)).fetchall()
-
-    @contextmanager
-    def _decoding(self, what: str) -> Iterator[None]:
-        """What cannot be decoded is damaged: say which record, and what to do."""
-        try:
-            yield
-        except DamagedRecordError as error:
-            raise damaged(self.path, f"{what}: {error.why}") from error
-        except (ValueError, TypeError, LookupError) as error:
-            raise damaged(self.path, f"{what}: {type(error).__name__}: {error}") from error
-
-    def _row(self, query: str, values: Iterable[Any] = ()) -> Row | None:
-        return next(iter(self.rows(query, values)), None)
 
     # ---- the account ----------------------------------------------------------------------------------------------
 
@@ -240,71 +189,6 @@ class LedgerReader:
             records.append(record)
         return records
 
-    # ---- training and evaluation ----------------------------------------------------------------------------------
-
-    def batch_record(self, step: int) -> BatchRecord | None:
-        """The batch that was trained after so many steps."""
-        return next(iter(self._batches("step = ?", step)), None)
-
-    def batches_from(self, step: int) -> list[BatchRecord]:
-        """Batches that a checkpoint of `step` does not contain, in order."""
-        return self._batches("step >= ?", step)
-
-    def _batches(self, condition: str, step: int) -> list[BatchRecord]:
-        query = f"SELECT step, version, steps, pieces FROM batches WHERE {condition} ORDER BY step"
-        return [
-            self._with_members(BatchRecord(at, version, (), (), steps, self._pieces(at, pieces)))
-            for at, version, steps, pieces in self.rows(query, (step,))
-        ]
-
-    def _pieces(self, step: int, pieces: str) -> tuple[int, ...]:
-        with self._decoding(f"the pieces of the batch of step {step + 1}"):
-            return tuple(json.loads(pieces))
-
-    def _with_members(self, batch: BatchRecord) -> BatchRecord:
-        rows = self.rows("SELECT group_id, again FROM batch_groups WHERE step = ? ORDER BY place", (batch.step,))
-        fresh, again = (tuple(group_id for group_id, flag in rows if flag == wanted) for wanted in (0, 1))
-        return replace(batch, group_ids=fresh, again=again)
-
-    def trained_rows(self, step: int) -> tuple[TrainedRow, ...] | None:
-        """The rows of the batch that was trained after so many steps; None if they are not, or no longer, recorded."""
-        found, batch = self._row("SELECT body FROM batch_rows WHERE step = ?", (step,)), self.batch_record(step)
-        if found is None:
-            return None
-        with self._decoding(f"the batch of step {step + 1}"):
-            if batch is None:
-                raise DamagedRecordError("it has rows, but no batch")
-            return unpack_rows(unseal(found[0], step, batch.version, batch.group_ids, batch.again))
-
-    def steps_of(self, group_id: int) -> list[int]:
-        """The steps of the batches that held a group, in order."""
-        query = "SELECT step FROM batch_groups WHERE group_id = ? ORDER BY step"
-        return [step for (step,) in self.rows(query, (group_id,))]
-
-    def last_batch(self) -> BatchRecord | None:
-        """The batch that was recorded last."""
-        found = self._row("SELECT step FROM batches ORDER BY step DESC LIMIT 1")
-        return None if found is None else self.batch_record(found[0])
-
-    def batch_count(self) -> int:
-        """How many batches were committed."""
-        return (self._row("SELECT count(*) FROM batches WHERE committed_at IS NOT NULL") or (0,))[0]
-
-    def weight_sync(self, version: int) -> WeightSyncRecord | None:
-        """The weight sync of a version."""
-        row = self._row("SELECT version, fingerprint, step FROM publications WHERE version = ?", (version,))
-        return None if row is None else WeightSyncRecord(*row)
-
-    def last_weight_sync(self) -> WeightSyncRecord | None:
-        """The weight sync of the newest version."""
-        row = self._row("SELECT version, fingerprint, step FROM publications ORDER BY version DESC LIMIT 1")
-        return None if row is None else WeightSyncRecord(*row)
-
-    def evaluations(self) -> list[EvaluationRecord]:
-        """Every evaluation, by step; those of one step as they were made."""
-        rows = self.rows("SELECT step, name, metrics FROM evaluations ORDER BY step, evaluation_id")
-        return [EvaluationRecord(step, name, from_json(metrics)) for step, name, metrics in rows]
-
     # ---- episodes -------------------------------------------------------------------------------------------------
 
     def episodes(
@@ -329,6 +213,22 @@ class LedgerReader:
             if len(rows) < _PAGE:
                 return
             last = rows[-1][0]
+
+    def episode_record(self, group_id: int, rollout_idx: int, attempt: int | None = None) -> EpisodeRecord | None:
+        """One finished episode: of the attempt, or the last that finished. None if there is none."""
+        condition, values = ("AND e.attempt = ? ", (attempt,)) if attempt is not None else ("", ())
+        row = self._row(
+            f"SELECT {_TRAIN_EPISODE} FROM {_TRAIN_FROM} WHERE e.group_id = ? AND e.rollout_idx = ? {condition}"
+            "AND e.state IN ('finished', 'failed') ORDER BY e.attempt DESC LIMIT 1",
+            (group_id, rollout_idx, *values),
+        )
+        return None if row is None else self._train_record(row)
+
+    def eval_episode_record(self, eval_episode_id: int) -> EpisodeRecord | None:
+        """One episode of an evaluation, by its number in the table."""
+        query = f"SELECT {_EVAL_EPISODE} FROM {_EVAL_FROM} WHERE e.eval_episode_id = ?"
+        row = self._row(query, (eval_episode_id,))
+        return None if row is None else self._record(row, "eval", {})
 
     def _train_record(self, row: Row) -> EpisodeRecord:
         calls = self._calls(row[4], row[0]) if row[1] is not None else []

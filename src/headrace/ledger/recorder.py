@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.data.episode import Episode
-from headrace.data.sample import TrainBatch
+from headrace.data.sample import LearnedShare, TrainBatch
 from headrace.errors import LedgerError
 from headrace.ledger.bodies import Base, pack_call, pack_episode, pack_prompt, unpack_prompt
 from headrace.ledger.columns import stored_text, summary, unstorable
@@ -23,6 +23,7 @@ from headrace.ledger.reader import LedgerReader
 from headrace.ledger.records import CallRecord, EpisodeState, GroupState, ResultRecord
 from headrace.ledger.restoring import ENDINGS, GROUP, Excerpt
 from headrace.ledger.rows import pack_rows
+from headrace.ledger.tokens import pack_tokens
 
 Rollout = tuple[int, int, int]
 """Group id, rollout index, attempt."""
@@ -112,7 +113,7 @@ class Recorder:
         if attempt == 0 and begun is not None and rollout_idx not in begun:
             begun.add(rollout_idx)
             self._last_episode_id += 1
-            self._pending.add(STARTED, (self._last_episode_id, *rollout, EpisodeState.RUNNING, seed))
+            self._pending.add(STARTED, (self._last_episode_id, *rollout, EpisodeState.RUNNING, seed, time.time()))
             self._attempts[rollout] = _Attempt(self._last_episode_id)
             return
         is_new = self._insert_episode(rollout, seed)
@@ -151,7 +152,7 @@ class Recorder:
         rollout = (episode.group_id, episode.rollout_idx, episode.attempt)
         attempt = self._attempt(rollout)
         state = EpisodeState.FAILED if episode.failed else EpisodeState.FINISHED
-        self._pending.add(FINISHED, (attempt.episode_id, state, duration_s, *summary(episode)))
+        self._pending.add(FINISHED, (attempt.episode_id, state, duration_s, time.time(), *summary(episode)))
         body = pack_episode(episode, attempt.calls, unstorable(episode, *self._task(episode.group_id)))
         self._pending.add(BODY, (attempt.episode_id, seal(body, *rollout, stored_text(episode.termination), state)))
         del self._attempts[rollout]
@@ -215,6 +216,16 @@ class Recorder:
         if trained:
             body = seal(pack_rows(trained), step, version, tuple(group_ids), tuple(again))
             self._execute("INSERT INTO batch_rows VALUES (?, ?)", (step, body))
+            if all(one.learned is not None for one in trained):
+                self._insert_tokens(step, 0, pack_tokens(trained))
+
+    def learned(self, step: int, part: int, share: LearnedShare) -> None:
+        self._insert_tokens(step, part, pack_tokens([share.batch], share.places))
+
+    def _insert_tokens(self, step: int, part: int, body: bytes) -> None:
+        """A step that is repeated stays as it was recorded at first."""
+        row = (step, part, seal(body, step, part))
+        self._execute("INSERT INTO batch_tokens VALUES (?, ?, ?) ON CONFLICT DO NOTHING", row)
 
     def committed(self, step: int, steps: int) -> None:
         done = self._execute(
@@ -295,7 +306,8 @@ class Recorder:
                 f"DELETE FROM {table} WHERE episode_id IN (SELECT episode_id FROM episodes WHERE group_id = ?)", groups
             )
         self._connection.executemany("DELETE FROM prompts WHERE group_id = ?", groups)
-        self._execute("DELETE FROM batch_rows WHERE step < ?", (limit,))
+        for table in ("batch_rows", "batch_tokens"):
+            self._execute(f"DELETE FROM {table} WHERE step < ?", (limit,))
         self._connection.executemany("UPDATE groups SET pruned = 1 WHERE group_id = ?", groups)
 
     # ---- what is looked up ----------------------------------------------------------------------------------------
@@ -319,9 +331,9 @@ class Recorder:
         """Begin an episode that may be there already; whether it was not."""
         self._pending.write()
         done = self._execute(
-            "INSERT INTO episodes (episode_id, group_id, rollout_idx, attempt, state, seed) "
-            "VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
-            (self._last_episode_id + 1, *rollout, EpisodeState.RUNNING, seed),
+            "INSERT INTO episodes (episode_id, group_id, rollout_idx, attempt, state, seed, started_at) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
+            (self._last_episode_id + 1, *rollout, EpisodeState.RUNNING, seed, time.time()),
         )
         self._last_episode_id += done.rowcount
         return bool(done.rowcount)

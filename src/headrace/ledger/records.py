@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import Any
 
 from headrace.data.episode import Episode, ModelOutput, OwnedMessages
+from headrace.data.sample import ClipState
 from headrace.ledger.account import Account as Account
 
 
@@ -148,6 +149,20 @@ class TrainedRow:
     tokens: int
     advantages: tuple[float, ...] | None
     preferred: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerRow:
+    """What the learner computed of one row of a training batch, before the update that was made on it.
+
+    `mask` has an entry for every target of the row (token i + 1 of its tokens; see `Sample`), 1 where it was trained.
+    The others have one entry for each trained target, in order; None where the backend did not know them.
+    """
+
+    mask: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    entropies: tuple[float, ...] | None = None
+    clip_states: tuple[ClipState, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

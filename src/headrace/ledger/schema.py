@@ -79,7 +79,22 @@ _V3 = (
 
 _V4: tuple[str, ...] = ()  # bodies have checksums, which an older program would take for text
 
-MIGRATIONS: list[tuple[str, ...]] = [_V1, _V2, _V3, _V4]
+_V5 = (
+    # when, by the wall clock: for people who look at a timeline. Nothing is decided by it
+    "ALTER TABLE episodes ADD COLUMN started_at REAL",
+    "ALTER TABLE episodes ADD COLUMN finished_at REAL",
+    # "what happened at this step" and "how did it learn this task" without reading every group
+    "CREATE INDEX groups_by_step ON groups (step)",
+    "CREATE INDEX groups_by_task ON groups (task_id)",
+)
+
+_V6 = (
+    # what the learner computed of trained tokens: apart from the rows, which are mostly read without them
+    "CREATE TABLE batch_tokens (step INTEGER NOT NULL, part INTEGER NOT NULL, body BLOB NOT NULL, "
+    "PRIMARY KEY (step, part))",
+)
+
+MIGRATIONS: list[tuple[str, ...]] = [_V1, _V2, _V3, _V4, _V5, _V6]
 """Statements that lead from version n to n + 1. Never change one that was released; add another."""
 
 

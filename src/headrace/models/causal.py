@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from headrace.config import Weights
@@ -68,9 +69,16 @@ class CausalModel(Protocol):
     vocabulary: int
     max_length: int
     shares_prefixes: bool
-    """Whether shared prefixes of rows can be packed once, and cached prefixes continued."""
+    """Whether prefixes that rows share are packed once."""
+    continues_prefixes: bool
+    """Whether `prefill` can continue a cached prefix."""
     row_block: int
     """Above 0: decode in products of so many rows, which makes a sequence independent of its neighbours to the bit."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes. The rows and ids that it decodes are given on the host."""
+        ...
 
     def hidden(self, rows: PackedRows) -> Tensor:
         """Final hidden states [N, D] of packed rows, with gradients if enabled."""
@@ -123,12 +131,12 @@ class CausalModel(Protocol):
         ...
 
 
-def build_causal_model(hf_model: Any, fast_path: bool = True) -> CausalModel:
-    """The fast forward where the architecture is covered, else the transformers forward, with the same results."""
+def build_causal_model(hf_model: Any, fast_path: bool = True, attention: str = "auto") -> CausalModel:
+    """The fast forward where the architecture is covered, on the CPU, else the transformers forward: same results."""
     from headrace.models.fallback import TransformersModel
     from headrace.models.llama import LlamaModel, covers
 
-    return LlamaModel(hf_model) if fast_path and covers(hf_model) else TransformersModel(hf_model)
+    return LlamaModel(hf_model) if fast_path and covers(hf_model) else TransformersModel(hf_model, attention)
 
 
 def require_no_copy(weights: Weights, why: str) -> None:

@@ -45,6 +45,8 @@ def covers(hf_model: Any) -> bool:
         and config.hidden_act == "silu"
         and rope.get("rope_type", "default") in _STATIC_ROPE
         and not getattr(config, "attention_dropout", 0.0)
+        and hf_model.get_input_embeddings().weight.device.type == "cpu"
+        and getattr(config, "quantization_config", None) is None
     )
 
 
@@ -106,7 +108,8 @@ class LlamaModel:
         self.vocabulary: int = config.vocab_size
         self.max_length: int = config.max_position_embeddings
         self.gradient_checkpointing = False
-        self.shares_prefixes = True
+        self.checkpoint_every = 1
+        self.shares_prefixes = self.continues_prefixes = True
         self.row_block = 0  # above 0: a sequence's decoding does not depend, to the bit, on what else is decoded
         self._heads: int = config.num_attention_heads
         self._kv_heads: int = config.num_key_value_heads
@@ -121,6 +124,10 @@ class LlamaModel:
         self._own_parameters = list(base.parameters())
         self._plain = base is hf_model and self._embedding.weight.dtype in _WIDE
         self._decoded_with: Weights = "float32"
+
+    @property
+    def device(self) -> torch.device:
+        return self._embedding.weight.device
 
     def hidden(self, rows: PackedRows) -> Tensor:
         norm = decoder_layer.last_norm if self._uses_fused_layers() else _rms_norm
@@ -160,6 +167,7 @@ class LlamaModel:
     def copy(self) -> LlamaModel:
         copied = LlamaModel(copy_weights(self._hf_model, self._trained))
         copied.row_block, copied.shares_prefixes = self.row_block, self.shares_prefixes
+        copied.continues_prefixes = self.continues_prefixes
         copied.decode_with(self._decoded_with)
         return copied
 
@@ -245,7 +253,7 @@ class LlamaModel:
                 _, k, v = qkv_NHd.split(self._stacked, dim=1)
                 keep(index, k, v)
                 break
-            if self.gradient_checkpointing and torch.is_grad_enabled():
+            if self.gradient_checkpointing and torch.is_grad_enabled() and index % self.checkpoint_every == 0:
                 x = checkpoint(block, index, x, angles, rows, use_reentrant=False)
                 assert isinstance(x, Tensor)
             else:

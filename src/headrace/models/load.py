@@ -13,6 +13,7 @@ from headrace.config import LoraSection, ModelSection
 from headrace.errors import ModelError, boundary
 from headrace.models.bfloat16 import make_bfloat16_safe
 from headrace.models.catalog import resolve_model
+from headrace.models.device import CPU, forward_dtype, resolve_device
 from headrace.models.fit import require_fit
 from headrace.models.modules import align
 
@@ -32,18 +33,21 @@ def load_tokenizer(name: str) -> Any:
 def load_model(section: ModelSection) -> Any:
     """The transformers model, in the wanted type, without dropout, with adapters if the section asks for them."""
     folder = resolve_model(section.name)
-    if section.dtype == "bfloat16":
+    device, dtype = resolve_device(section.device), forward_dtype(section)
+    if device == CPU and dtype == torch.bfloat16:
         make_bfloat16_safe()
     with boundary(ModelError, f'cannot load model "{section.name}"'):
         config = AutoConfig.from_pretrained(folder)
         _switch_dropout_off(config)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=getattr(torch, section.dtype), output_loading_info=True,
+            folder, config=config, dtype=dtype, output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported with all the rest
         )  # fmt: skip
     model, info = loaded
     require_fit(f'model "{section.name}"', model, info)
-    align(model)
+    if device == CPU:
+        align(model)
+    model = model.to(device)
     return add_adapters(model, section.lora) if section.lora.rank else model
 
 

@@ -7,7 +7,7 @@ piece up to itself, and all of the pieces that its piece hangs on. Below a piece
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from headrace.errors import DataError
+from headrace.models.transfer import upload
 
 _SHARED = 16  # tokens that rows must have in common before it pays to run them once
 _FILLED = 0.6  # a piece shorter than this share of its bin's longest goes into the next bin
@@ -66,6 +67,22 @@ class PackedRows:
             lengths,
         )
 
+    def to(self, device: torch.device, *more: np.ndarray) -> tuple[PackedRows, list[Tensor]]:
+        """These rows and more arrays on a device, in one transfer. The rows must be on the CPU."""
+        if device.type == "cpu":
+            return self, [torch.from_numpy(array) for array in more]
+        own = [tensor.numpy() for tensor in (self.ids_N, self.positions_N, self.where_T, *self.attention.tensors)]
+        moved = upload([*own, *more], device)
+        ids_N, positions_N, where_T = moved[:3]
+        there = replace(self, ids_N=ids_N, positions_N=positions_N, where_T=where_T)
+        there.__dict__["attention"] = AttentionBins(self.attention.shapes, *moved[3 : len(own)])
+        return there, moved[len(own) :]
+
+    @cached_property
+    def attention(self) -> AttentionBins:
+        """How complete rows stand side by side for attention."""
+        return AttentionBins.of(self)
+
     @cached_property
     def tree(self) -> Tree:
         """Which pieces hang on which."""
@@ -75,6 +92,48 @@ class PackedRows:
     def layout(self) -> Layout:
         """How the pieces stand side by side for attention."""
         return Layout(self)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBins:
+    """Complete rows, right-padded in bins [rows, longest] of similar length; and end to end.
+
+    `source_P` says which distinct token stands at a place of the bins (any, where there is padding), `place_N` where
+    one of a distinct token's places is. End to end, `first_N` is one of its places, and row r ends at `ends_R[r + 1]`.
+    """
+
+    shapes: tuple[tuple[int, int], ...]
+    source_P: Tensor
+    place_N: Tensor
+    first_N: Tensor
+    ends_R: Tensor
+
+    @classmethod
+    def of(cls, rows: PackedRows) -> AttentionBins:
+        where_T = rows.where_T.numpy()
+        starts = np.concatenate(([0], np.cumsum(rows.lengths)))
+        shapes, sources, reals = [], [], []
+        for chosen in _bins(rows.lengths):
+            held = np.array([rows.lengths[row] for row in chosen])
+            real = np.arange(held.max())[None] < held[:, None]
+            shapes.append(real.shape)
+            sources.append(where_T[((starts[chosen][:, None] + np.arange(held.max())[None]) * real).reshape(-1)])
+            reals.append(real.reshape(-1))
+        source_P, filled = np.concatenate(sources), np.flatnonzero(np.concatenate(reals))
+        place_N, first_N = (np.empty(len(rows.ids_N), dtype=np.int64) for _ in range(2))
+        place_N[source_P[filled]] = filled
+        first_N[where_T] = np.arange(len(where_T))
+        arrays = (source_P, place_N, first_N, starts.astype(np.int32))
+        return cls(tuple(shapes), *map(torch.from_numpy, arrays))
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.source_P, self.place_N, self.first_N, self.ends_R
+
+    @property
+    def plain(self) -> bool:
+        """Whether there is one row alone, and nothing to move."""
+        return len(self.shapes) == 1 and self.shapes[0][0] == 1
 
 
 def require_text(rows: Iterable[Sequence[Any]]) -> None:

@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from headrace.utils.openmp import adapt_to_load
+
 T = TypeVar("T")
 
 
@@ -69,6 +71,7 @@ class TensorThread:
         # makes the number of threads that was set hold here too: a thread whose first operation is a matrix product
         # would have OpenMP's own, by the environment
         torch.get_num_threads()
+        adapt_to_load()
         while True:
             with self._changed:
                 while not self._calls and self._stays:

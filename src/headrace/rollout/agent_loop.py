@@ -15,7 +15,7 @@ from headrace.config import AgentConfig, RolloutSection
 from headrace.data.episode import Episode, TerminationReason, Trajectory
 from headrace.data.seeds import derive_seed
 from headrace.data.task import Message, Task
-from headrace.engines.base import EvaluationView, Generates, RolloutEngine, SamplingParams
+from headrace.engines.base import EvaluationView, Generates, RolloutEngine, SamplingParams, of_conversation
 from headrace.errors import (
     DeadlineError,
     EngineError,
@@ -181,8 +181,9 @@ class AgentLoop:
     ) -> tuple[Episode, bool]:
         """The episode, and whether it failed for a reason that may be gone at the next attempt."""
         values = self._values if self._training else ValuesInMemory(self._values)
+        engine = of_conversation(self._engine, f"group {spec.group_id}")  # siblings share their prompt's cache
         model = self._new_model(
-            self._engine, self._chat, sampling, spec.seed, self._training, record, self._limits.budget, values
+            engine, self._chat, sampling, spec.seed, self._training, record, self._limits.budget, values
         )
         call = Call("the workflow", self._limits.timeout_s)
         model.give_up = call.expire

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 from headrace.data.episode import ModelOutput, Step
@@ -13,6 +14,8 @@ from headrace.rollout.messages import ToolSchema, normal, same_reply, split_tool
 
 _THINK_OPEN, _THINK_CLOSE = "<think>", "</think>"
 _TAIL = 16  # tokens, enough to hold _THINK_OPEN however it is split
+_KEPT_TEXTS, _LONGEST_KEPT = 64, 20_000
+"""How many texts are kept with their ids, and up to how many characters: the rollouts of a group have one prompt."""
 
 
 class ChatTemplate:
@@ -24,6 +27,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._eos_text: str = tokenizer.eos_token or ""
         self._knows_tools = "tools" in str(tokenizer.chat_template)
+        self._kept_ids = lru_cache(_KEPT_TEXTS)(self._encode)
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> tuple[int, ...]:
         """Prompt ids of a conversation, ready for the assistant's reply."""
@@ -31,6 +35,9 @@ class ChatTemplate:
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Ids of template text; adds no special tokens of its own."""
+        return (self._kept_ids if len(text) <= _LONGEST_KEPT else self._encode)(text)
+
+    def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -136,12 +143,12 @@ class ChatTemplate:
     def _split_reasoning(self, text: str, prompt_ids: Sequence[Any]) -> tuple[str | None, str]:
         if _THINK_CLOSE not in text:
             return None, text
-        if not text.lstrip().startswith(_THINK_OPEN) and not self._opens_thinking(prompt_ids):
+        if not text.lstrip().startswith(_THINK_OPEN) and not self.opens_thinking(prompt_ids):
             return None, text
         thought, _, content = text.partition(_THINK_CLOSE)
         return thought.lstrip().removeprefix(_THINK_OPEN).strip("\n"), content.lstrip("\n")
 
-    def _opens_thinking(self, prompt_ids: Sequence[Any]) -> bool:
+    def opens_thinking(self, prompt_ids: Sequence[Any]) -> bool:
         """Whether the template itself began the reply's reasoning."""
         tail = [token for token in prompt_ids[-_TAIL:] if isinstance(token, int)]
         return self._tokenizer.decode(tail).rstrip("\n").endswith(_THINK_OPEN)

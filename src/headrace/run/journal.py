@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from headrace.data.episode import Episode
-from headrace.data.sample import TrainBatch
+from headrace.data.sample import LearnedShare, TrainBatch
 from headrace.data.sampler import Draw, Position
 from headrace.errors import LedgerError
 from headrace.ledger.account import Account
@@ -143,6 +143,9 @@ class RunJournal:
         trained: Sequence[TrainBatch] = (),
     ) -> None:
         """These groups are about to be trained, in these pieces and rows. Returns when a kill cannot undo that."""
+
+    def learned(self, step: int, shares: Sequence[LearnedShare]) -> None:
+        """What the learner computed of the rows of the batch of `step`, where several updates were made on it."""
 
     def decide_trained(self, step: int, groups: Iterable[FinishedGroup]) -> None:
         """These groups belong to the recorded batch of `step`."""

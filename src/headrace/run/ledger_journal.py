@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.config import RunConfig
 from headrace.data.episode import Episode, ModelOutput
-from headrace.data.sample import TrainBatch
+from headrace.data.sample import LearnedShare, TrainBatch
 from headrace.data.sampler import Draw, Position
 from headrace.data.task import Message
 from headrace.ledger import Account, GroupState, Ledger
@@ -198,6 +198,10 @@ class LedgerJournal(RunJournal):
         for finished in fresh:
             self._ledger.decided(finished.group_id, GroupState.TRAINED, step=step, trained=finished.kept)
         await self._ledger.written()  # synced with the checkpoint: a loss of power costs the steps after it
+
+    def learned(self, step: int, shares: Sequence[LearnedShare]) -> None:
+        for part, share in enumerate(shares):
+            self._ledger.learned(step, part, share)
 
     def decide_trained(self, step: int, groups: Iterable[FinishedGroup]) -> None:
         for finished in groups:  # known mostly: a kill cuts off at most the decisions on the last batch

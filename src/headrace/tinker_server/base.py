@@ -54,7 +54,7 @@ class Base:
     """The model that is served."""
 
     def __init__(self, options: ServeOptions) -> None:
-        section = ModelSection(name=options.model, dtype=cast(Any, options.dtype))
+        section = ModelSection(name=options.model, device="cpu", dtype=cast(Any, options.dtype))
         self.folder = resolve_model(options.model)
         self.name = options.name or options.model
         self.names = {self.name, options.model, self.folder, self.tokenizer_id}

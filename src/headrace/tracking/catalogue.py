@@ -136,6 +136,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("utilisation/learner", "share", _LAST, "of `time/step_s` in which the learner trained"),
         Metric("utilisation/engine", "share", _LAST, "of `time/step_s` in which the engine computed"),
         Metric("memory/generate_peak_mb", "MB", _MAX, "resident, peak while generating (`trainer.release_cache`)"),
+        Metric("memory/device_generate_peak_mb", "MB", _MAX, "on the accelerator, peak while generating"),
+        Metric("memory/device_train_peak_mb", "MB", _MAX, "on the accelerator, peak while training"),
         Metric("memory/train_peak_mb", "MB", _MAX, "resident, peak while training (`trainer.release_cache`)"),
     ),
     "Staleness, bias, curriculum": (

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from headrace.algorithms.batching import rows_of_shares
 from headrace.algorithms.learning_rate import learning_rate
 from headrace.algorithms.objectives import Objective, Part, in_shares
 from headrace.backends.base import Backend
 from headrace.config import RunConfig
-from headrace.data.sample import TrainBatch
+from headrace.data.sample import LearnedShare, TrainBatch
 from headrace.scheduling.batch_metrics import batch_metrics
 from headrace.scheduling.buffer import FinishedGroup
 from headrace.scheduling.staleness import StalenessPolicy
@@ -36,6 +37,8 @@ class LearnerStep:
         self._version = version
         self._parts: list[Part] = []
         self._finished: list[FinishedGroup] = []
+        self.shares: list[LearnedShare] = []
+        """What was learned of the batch's rows with several updates; with one, `batches` have it."""
         self.metrics = MetricsAggregator()
 
     async def learn(self, finished: Sequence[FinishedGroup], again: Sequence[FinishedGroup] = ()) -> None:
@@ -87,13 +90,15 @@ class LearnerStep:
         (whole,) = self._parts  # a supervised term beside it is refused at start-up
         shares = min(self._updates, self._config.trainer.steps - step)
         parts = in_shares(whole, shares, self._config.backend.micro_batch_tokens)
+        places = rows_of_shares(whole.batch, shares)
         for made, part in enumerate(parts):
             trained = await self._forward_backward(part, updated=made > 0)
+            self.shares.append(LearnedShare(tuple(places[made]), trained.batch))
             await self._optim_step(step + made + 1, self._objective.complete([trained], step).grad_scale)
         return len(parts)
 
     async def _forward_backward(self, part: Part, updated: bool = False) -> Part:
-        """Learn from a part; it comes back with what of it was rejected, which the normaliser must know."""
+        """Learn from a part. It comes back with what was learned, and rejected, which the normaliser must know."""
         trained = await self._backend.forward_backward(part.batch, part.algorithm)
         self.metrics.merge(trained.metrics.renamed("policy/", f"{part.area}/"))
         samples = part.batch.samples
@@ -101,7 +106,7 @@ class LearnerStep:
         self.metrics.merge(drift.renamed("policy/", f"{part.area}/"))
         if not updated:
             self._policy.observe(samples, trained.logprobs, self._version)
-        return replace(part, batch=replace(part.batch, rejected=trained.rejected))
+        return replace(part, batch=replace(part.batch, rejected=trained.rejected, learned=trained.learned))
 
     async def _optim_step(self, step: int, grad_scale: float) -> None:
         rate = learning_rate(step, self._config.trainer.steps, self._config.optimizer)

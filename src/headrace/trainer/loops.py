@@ -188,6 +188,7 @@ class TrainingLoops:
             await self._drained()
             await run.engine.pause()  # until it has the version: tokens in between would carry the wrong one
         self.step += await run.learner.update(self.step)
+        run.journal.learned(before, run.learner.shares)
         await self._drained()
         synced = await run.sync.sync(run.coordinator.version + 1)
         run.lifecycle.trained(fresh, again, before, self.step - before, synced)

@@ -17,7 +17,7 @@ from headrace.algorithms.objectives import Objective, demonstration_sampler
 from headrace.backends.base import Backend, SaysNumerics
 from headrace.backends.setup import choose
 from headrace.config import RunConfig
-from headrace.config.derived import chosen, samples_as_learned, uses_ray
+from headrace.config.derived import chosen, on_servers, samples_as_learned, uses_ray
 from headrace.config.names import check_names
 from headrace.config.rules import check_declared
 from headrace.data.sampler import TaskSampler
@@ -353,8 +353,8 @@ def _build(config: RunConfig, parts: RunParts, services: _Services, state: Train
     )
     resumed = restore_loops(start, journal, sampler, buffer, lifecycle, policy)
     learner = LearnerStep(config, parts.backend, parts.objective, policy)
-    in_place = parts.sync.in_place
-    streams = learner.streams and (not in_place if section.stream is None else section.stream)
+    shares = parts.sync.in_place or (section.placement == "colocate" and on_servers(config))  # the learner's device
+    streams = learner.streams and (not shares if section.stream is None else section.stream)
     releases = section.max_staleness == 0 if section.release_cache is None else section.release_cache
     stopping = services.stop
     manager = AgentLoopManager(
@@ -371,5 +371,5 @@ def _build(config: RunConfig, parts: RunParts, services: _Services, state: Train
         callbacks=callbacks, evaluating=services.evaluating, evaluations=evaluations,
         alarms=alarms, checkpoints=services.checkpoints, coordinator=coordinator,
         buffer=buffer, lifecycle=lifecycle, learner=learner, clock=StepClock(),
-        abandoned=services.abandoned, releases_cache=in_place and releases and not streams,
+        abandoned=services.abandoned, releases_cache=shares and releases and not streams,
     )  # fmt: skip

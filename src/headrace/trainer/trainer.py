@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from headrace.utils.event_loop import run_loop
 from headrace.utils.interrupts import on_interrupt
 from headrace.utils.loopwatch import watched_loop
 from headrace.utils.threads import run_in_thread
+
+log = logging.getLogger("headrace")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +89,13 @@ class UnifiedTrainer:
                     numerics = await run_in_thread(numerics_of, self.config)
                 claiming = claim_run_dir(self._as_given, numerics, self._given.names())
                 with claiming as claim, closing(log_to_file(claim.folder)):
-                    async with open_run(self.config, self._as_given, self._given, claim, self._stop) as run:
-                        claim.begin()
-                        loops = await self._train(run)
+                    try:
+                        async with open_run(self.config, self._as_given, self._given, claim, self._stop) as run:
+                            claim.begin()
+                            loops = await self._train(run)
+                    except Exception as error:  # for who looks at the folder later; the caller reports it
+                        log.info("the run failed: %s: %s", type(error).__name__, error)
+                        raise
                     return self._finish(run, loops)
         except asyncio.CancelledError:
             if self._interrupted_early:

@@ -20,7 +20,12 @@ def child_environment(named: Mapping[str, str] | None = None, setting: str = "th
     is for the error message.
     """
     passed = {name: value for name, value in os.environ.items() if name in _PASSED_ON or name.startswith("LC_")}
-    return passed | {name: _value(name, str(value), setting) for name, value in (named or {}).items()}
+    return passed | expanded(named or {}, setting)
+
+
+def expanded(named: Mapping[str, str], setting: str) -> dict[str, str]:
+    """The variables, with the run's own values where they name one."""
+    return {name: _value(name, str(value), setting) for name, value in named.items()}
 
 
 def _value(name: str, value: str, setting: str) -> str:

@@ -62,6 +62,8 @@ class Rules:
     """The key that every request must carry, alone or before a colon. Required unless on loopback."""
     token_remedy: str = ""
     public_host: str | None = None
+    open_paths: tuple[str, ...] = ()
+    """What needs no token: these paths and, of one that ends with a slash, all below it (of "/" itself only)."""
     body_types: tuple[str, ...] = (JSON,)
     max_body_mb: float
     body_remedy: str
@@ -150,9 +152,15 @@ class Guard:
         origin = head.get(b"origin")
         if origin is not None and not _is_same(origin, host):
             raise Refused(403, f'pages of "{_shown(origin)}" may not call this server; do not call it from a web page')
-        if self._token is not None and not any(self._is_token(value) for value in given):
+        if self._token is not None and not (self._is_open(scope) or any(self._is_token(value) for value in given)):
             raise Refused(401, f"the API key is not this server's; {self.rules.token_remedy}")
         return head
+
+    def _is_open(self, scope: Any) -> bool:
+        path, kinds = scope["path"], ("GET", "HEAD")
+        return scope["method"] in kinds and any(
+            path == one or (one.endswith("/") and one != "/" and path.startswith(one)) for one in self.rules.open_paths
+        )
 
     def _is_ours(self, host: bytes) -> bool:
         name = _name(host.decode("latin-1"))

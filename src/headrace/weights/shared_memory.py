@@ -77,11 +77,20 @@ class SharedBuffers:
         self._maps = [mmap.mmap(file, self.layout.size) for file in self.files]
         self._written: set[int] = set()
         self._reserved: int | None = None
+        self._to_take = 0
+        self._readers: list[Callable[[], Collection[int | None]]] = []
+
+    def join(self, uses: Callable[[], Collection[int | None]]) -> None:
+        """One more engine process reads; `uses` says which buffers. They all read the same memory: one copy serves
+        any number of them."""
+        self._readers.append(uses)
 
     def reserve(self, used: Collection[int | None]) -> None:
         """Choose the buffer of the next version: not one in use, and rather one that has memory already."""
-        free = [buffer for buffer in range(BUFFERS) if buffer not in used]
+        taken = {*used, *(buffer for uses in self._readers for buffer in uses())}
+        free = [buffer for buffer in range(BUFFERS) if buffer not in taken]
         self._reserved = min(free, key=lambda buffer: (buffer not in self._written, buffer))
+        self._to_take = max(1, len(self._readers))
 
     async def send(self, version: int) -> None:
         """Copy the learner's weights into the reserved buffer, on the learner's thread."""
@@ -98,7 +107,9 @@ class SharedBuffers:
         """The buffer of the version that was sent; the next one needs another."""
         if self._reserved is None:
             raise EngineError("end_update came before begin_update; begin an update, send the weights, then end it")
-        buffer, self._reserved = self._reserved, None
+        buffer, self._to_take = self._reserved, self._to_take - 1
+        if not self._to_take:
+            self._reserved = None
         return buffer
 
     def write(self, buffer: int) -> None:
@@ -115,13 +126,18 @@ class SharedBuffers:
         return np.frombuffer(self._maps[buffer], dtype=np.uint8)
 
     def release(self, buffer: int) -> None:
-        """Give the memory of a buffer back; it may be written again."""
+        """Give the memory of a buffer back; it may be written again. Only the last of its readers gives it back."""
+        if sum(buffer in uses() for uses in self._readers) > 1:
+            return
         with suppress(OSError, AttributeError):  # not every system can: then the memory is kept for the next time
             self._maps[buffer].madvise(mmap.MADV_REMOVE)
         self._written.discard(buffer)
 
     def close(self) -> None:
-        """Give everything back, once the engine process has, too."""
+        """Give everything back, once the engine processes have, too: the last of them closes."""
+        if len(self._readers) > 1:
+            self._readers.pop()
+            return
         for file in self.files:
             os.close(file)
         self.files, self._maps = [], []

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
 
+from headrace.weights.base import TensorInfo
 from headrace.weights.digest import fingerprint
 
 OnLearner = Callable[[Callable[[], Any]], Awaitable[Any]]
@@ -26,3 +27,32 @@ class ModelWeights:
 
     async def fingerprint(self) -> str:
         return await asyncio.to_thread(lambda: fingerprint(self.tensors().values()))
+
+    def stream(self) -> NamedTensors:
+        """The same tensors as a stream, for transports to servers; read it on the learner's thread."""
+        return NamedTensors(self.tensors())
+
+
+class NamedTensors:
+    """Tensors that are there in full, as a stream."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def infos(self) -> list[TensorInfo]:
+        return [
+            TensorInfo(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.nbytes)
+            for name, tensor in self._tensors.items()
+        ]
+
+    def chunks(self, max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+        chunk: list[tuple[str, Tensor]] = []
+        size = 0
+        for name, tensor in self._tensors.items():
+            if chunk and size + tensor.nbytes > max_bytes:
+                yield chunk
+                chunk, size = [], 0
+            chunk.append((name, tensor))
+            size += tensor.nbytes
+        if chunk:
+            yield chunk

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
 
-from headrace.errors import WeightSyncError
+from headrace.errors import ServerLostError, WeightSyncError
 from headrace.weights.base import SyncedWeights, WeightSender, WeightSource
+from headrace.weights.canary import Canary, CanaryCheck
 
 
 class Health(Protocol):
@@ -24,18 +26,75 @@ class Updatable(Protocol):
     async def pause(self) -> None: ...
     async def resume(self) -> None: ...
     async def begin_update(self, version: int) -> None: ...
-    async def end_update(self, version: int) -> str: ...
+    async def end_update(self, version: int) -> str | None: ...
+    async def compute_logprobs(self, rows: Sequence[Sequence[int]]) -> list[list[float]]: ...
     def health(self) -> Health: ...
 
 
-class WeightSync:
-    """Drives one sync after the other, from one source to one engine."""
+@runtime_checkable
+class Recovers(Protocol):
+    """What an engine of servers has beside: a server that is lost comes back, without the weights."""
 
-    def __init__(self, source: WeightSource, sender: WeightSender, engine: Updatable) -> None:
+    async def recovered(self) -> None:
+        """Return when there is a server to talk to again."""
+        ...
+
+    def when_restarted(self, restore: Callable[[Any], Awaitable[bool]]) -> None:
+        """Who brings the current weights to an engine, or to one replica, whose server was started again."""
+        ...
+
+
+@runtime_checkable
+class SendsToSome(Protocol):
+    """What a sender to several servers has beside."""
+
+    async def send_to(self, engine: Any, version: int) -> str | None:
+        """Send to the endpoints of one replica only."""
+        ...
+
+
+@runtime_checkable
+class Replicated(Protocol):
+    """What a pool has beside: each replica proves for itself what it decodes with."""
+
+    def synced(self) -> Sequence[Updatable]:
+        """The replicas that took part in the update."""
+        ...
+
+    def distrust(self, engine: Any, why: WeightSyncError | ServerLostError) -> None:
+        """Replace one that does not decode with the weights that were sent."""
+        ...
+
+
+_ATTEMPTS = 4
+
+
+class WeightSync:
+    """Drives one sync after the other, from one source to one engine.
+
+    Two proofs: the digest of what the engine decodes with, where the engine can take it; and `canary` rows, which
+    both sides score, where it cannot. `pauses`: the engine must not decode while weights travel.
+    """
+
+    def __init__(
+        self,
+        source: WeightSource,
+        sender: WeightSender,
+        engine: Updatable,
+        canary: Canary | None = None,
+        pauses: bool = False,
+    ) -> None:
         self._source = source
         self._sender = sender
         self._engine = engine
+        self._canary = CanaryCheck(canary) if canary is not None else None
+        self._pauses = pauses
+        self._busy = asyncio.Lock()
+        if isinstance(engine, Recovers):
+            engine.when_restarted(self.restore)
         self._last: SyncedWeights | None = None
+        self.canary_difference: float | None = None
+        """Of the last sync: the mean difference between the two sides' log-probabilities of the canary rows."""
 
     @property
     def in_place(self) -> bool:
@@ -45,35 +104,83 @@ class WeightSync:
     async def sync(self, version: int) -> SyncedWeights:
         """Make the engine decode with the learner's weights as `version`; WeightSyncError if it decodes with others.
 
-        Pause, begin_update, send, end_update, proof, resume. Only weights in place need the pause. A caller that
+        Pause, begin_update, send, end_update, proof, resume. Only some transports need the pause. A caller that
         paused the engine before it changed the weights also resumes it.
         """
-        pauses = self.in_place and not self._engine.health().paused
-        if pauses:
-            await self._engine.pause()
-        await self._engine.begin_update(version)
-        # the learner reads its weights while they travel: a proof takes as long as a copy
-        ours, theirs = await asyncio.gather(self._source.fingerprint(), self._send(version))
-        self._prove(version, ours, theirs)
-        if pauses:  # after the proof: no token is sampled with weights that are not the learner's
-            await self._engine.resume()
-        self._last = SyncedWeights(version, ours)
+        async with self._busy:
+            for attempt in range(_ATTEMPTS):
+                try:
+                    return await self._sync(version)
+                except ServerLostError:
+                    if attempt == _ATTEMPTS - 1 or not isinstance(self._engine, Recovers):
+                        raise
+                    await self._engine.recovered()
+        raise AssertionError("there is a last attempt")
+
+    async def restore(self, engine: Updatable) -> bool:
+        """Bring the weights of the last sync to an engine, or to one replica of it, whose server was started again.
+
+        False if the learner has moved on, so that the next sync will bring newer ones.
+        """
+        async with self._busy:
+            last = self._last
+            if last is None or await self._source.fingerprint() != last.fingerprint:
+                return False
+            await self._bring(engine, last.version)
+        return True
+
+    async def _sync(self, version: int) -> SyncedWeights:
+        self._last = SyncedWeights(version, await self._bring(self._engine, version))
         return self._last
 
-    async def _send(self, version: int) -> str:
-        await self._sender.send(version)
-        return await self._engine.end_update(version)
+    async def _bring(self, engine: Updatable, version: int) -> str:
+        """The learner's weights as they are now, to one engine; their fingerprint, once it is proved."""
+        pauses = (self.in_place or self._pauses) and not engine.health().paused
+        if pauses:
+            await engine.pause()
+        await engine.begin_update(version)
+        # the learner reads its weights while they travel: a proof takes as long as a copy
+        ours, (arrived, theirs) = await asyncio.gather(self._source.fingerprint(), self._send(engine, version))
+        self._prove(version, engine.health().version, ours, theirs)
+        if self._canary is not None:
+            self.canary_difference = await self._prove_by_rows(self._canary, engine, version, arrived is not None)
+        if pauses:  # after the proof: no token is sampled with weights that are not the learner's
+            await engine.resume()
+        return ours
 
-    def _prove(self, version: int, ours: str, theirs: str) -> None:
-        served, last = self._engine.health().version, self._last
-        if theirs != ours and last is not None and theirs == last.fingerprint:
-            found = f"the engine still decodes with the weights of version {last.version}, fingerprint {theirs}"
-        elif theirs != ours:
-            found = f"the engine decodes with weights of the fingerprint {theirs}: some are missing or changed"
-        elif served != version:
-            found = f"the engine says that it serves version {served}"
+    async def _prove_by_rows(self, canary: CanaryCheck, engine: Updatable, version: int, arrived: bool) -> float:
+        """The largest difference. A replica that fails is replaced, as long as there is one that does not."""
+        scores, found = await canary.learner_scores(), list[float]()
+        failed: list[tuple[Updatable, WeightSyncError | ServerLostError]] = []
+        for one in engine.synced() if isinstance(engine, Replicated) else (engine,):
+            try:
+                found.append(await canary.prove(version, scores, one.compute_logprobs, arrived))
+            except (WeightSyncError, ServerLostError) as error:
+                failed.append((one, error))
+        if not found:
+            raise failed[0][1]
+        for one, error in failed:
+            assert isinstance(engine, Replicated)
+            engine.distrust(one, error)
+        return max(found)
+
+    async def _send(self, engine: Updatable, version: int) -> tuple[str | None, str | None]:
+        if engine is not self._engine and isinstance(self._sender, SendsToSome):
+            arrived = await self._sender.send_to(engine, version)
         else:
+            arrived = await self._sender.send(version)
+        return arrived, await engine.end_update(version)
+
+    def _prove(self, version: int, served: int, ours: str, theirs: str | None) -> None:
+        last = self._last
+        if served != version and theirs in (None, ours):
+            found = f"the engine says that it serves version {served}"
+        elif theirs in (None, ours):
             return
+        elif last is not None and theirs == last.fingerprint:
+            found = f"the engine still decodes with the weights of version {last.version}, fingerprint {theirs}"
+        else:
+            found = f"the engine decodes with weights of the fingerprint {theirs}: some are missing or changed"
         raise WeightSyncError(
             f"version {version} did not arrive: the learner's weights have the fingerprint {ours}, and {found}; resume "
             f"from the last checkpoint, and report it if it happens again"

@@ -156,7 +156,7 @@ class LearnerGroup:
         try:
             found = self.ranks.call("learn_share", shares, [algorithm] * self.ranks.size)
         except DivergedError:
-            self._same("forget_gradient")  # all have a part of it
+            self._same("clear_gradients")  # all have a part of it
             raise
         return merge_trained(shares, found, len(batch.samples))
 

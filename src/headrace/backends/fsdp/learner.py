@@ -18,12 +18,14 @@ from headrace.backends.fsdp.weights import GatheredWeights, read_weights, write_
 from headrace.backends.local.frozen import FrozenModel, score_rows
 from headrace.backends.local.learner import Found, Learner
 from headrace.backends.local.storage import export_folder
+from headrace.backends.local.token_losses import MicroBatch
 from headrace.backends.local.tokens import TokenTensors
 from headrace.backends.ranks import progress
 from headrace.config import AlgorithmSection, RunConfig
 from headrace.data.sample import NO_VERSION, Sample, TrainBatch
 from headrace.errors import DivergedError
 from headrace.models.bfloat16 import make_bfloat16_safe
+from headrace.models.device import forward_dtype
 from headrace.models.load import load_model
 from headrace.weights.shared_memory import Layout
 
@@ -40,7 +42,7 @@ class RankLearner(Learner):
 
     def __init__(self, config: RunConfig, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
-        self._forward_dtype: torch.dtype = getattr(torch, config.model.dtype)
+        self._forward_dtype = forward_dtype(config.model)
         self._root: Root | None = None
         self._valued = False
         self._diverged: DivergedError | None = None
@@ -52,6 +54,7 @@ class RankLearner(Learner):
         """Add the gradient of a share; all ranks run equally many passes."""
         found = Found(len(share.batch.samples))
         self._diverged = None
+        self._memory.begin_training()
         try:
             for number in range(share.passes):
                 self._valued = share.valued[number]
@@ -65,7 +68,7 @@ class RankLearner(Learner):
             raise
         if self._diverged is not None:
             raise self._diverged
-        return Trained(found.metrics, tuple(found.logprobs), frozenset(found.rejected))
+        return found.trained()
 
     def score_share(self, share: Share, of: Scorer) -> list[list[float]]:
         """Per sample of the share, the log-probability of every target."""
@@ -82,10 +85,6 @@ class RankLearner(Learner):
         """Per sample of the share, the value head's estimate before every target."""
         batch, passes = self._padded(share)
         return self._inside(lambda: self.values(TrainBatch(batch.samples, batch.weights, passes, 0)))[: len(share.rows)]
-
-    def forget_gradient(self) -> None:
-        """Of a batch that diverged."""
-        self.optimizer.zero_grad(set_to_none=True)
 
     # ---- weights and state -----------------------------------------------------------------------------------------
 
@@ -133,14 +132,21 @@ class RankLearner(Learner):
     # ---- how the local learner's parts are replaced ----------------------------------------------------------------
 
     def _load_model(self) -> Any:
-        section = self.config.model
-        if section.dtype == "bfloat16":  # what the optimizer updates is wider; the forward computes in bfloat16
+        if self._forward_dtype == torch.bfloat16:
             make_bfloat16_safe()
-            section = section.model_copy(update={"dtype": "float32"})
-        return load_model(section)
+        # in the type that the optimizer updates; sharding makes the forward compute in its own
+        master = str(self._master_dtype()).removeprefix("torch.")
+        return load_model(self.config.model.model_copy(update={"dtype": master}))
+
+    def _master_dtype(self) -> torch.dtype:
+        if self.config.optimizer.master_dtype == "auto":
+            return torch.promote_types(self._forward_dtype, torch.float32)
+        return super()._master_dtype()
 
     def _new_model(self) -> Any:
-        return RankForward(self.hf_model)
+        model = RankForward(self.hf_model, self.config.model.attention)
+        model.shares_prefixes &= self.config.backend.share_prefixes
+        return model
 
     def _shard(self) -> None:
         section = self.config.backend
@@ -156,9 +162,11 @@ class RankLearner(Learner):
     def _wants_values(self, tokens: TokenTensors) -> bool:
         return self._valued  # on all ranks or on none: they sum the same gradients
 
-    def _require_finite(self, loss_M: Tensor, row_M: Tensor, batch: TrainBatch, indices: Sequence[int]) -> None:
+    def _settle(
+        self, losses: MicroBatch, tokens: TokenTensors, batch: TrainBatch, indices: Sequence[int], found: Found
+    ) -> None:
         try:
-            super()._require_finite(loss_M, row_M, batch, indices)
+            super()._settle(losses, tokens, batch, indices, found)
         except DivergedError as error:
             self._diverged = self._diverged or error  # raised when the others need this rank no more
 
@@ -174,7 +182,7 @@ class RankLearner(Learner):
         return found
 
     def _learn_nothing(self, algorithm: AlgorithmSection) -> None:
-        tokens = TokenTensors([EMPTY], [0.0], self._loss_dtype)
+        tokens = TokenTensors([EMPTY], [0.0], self._loss_dtype, device=self.device)
         logprobs_M, _, values_M = self._forward(tokens, algorithm)
         nothing = logprobs_M.sum() if values_M is None else logprobs_M.sum() + values_M.sum()
         (0.0 * nothing).backward()
@@ -183,7 +191,7 @@ class RankLearner(Learner):
         """After an exception in the middle of a pass, FSDP has lost its place; what has accumulated is lost, too."""
         if self._root is not None:
             as_fsdp(self._root).reset_iter_state()
-        self.forget_gradient()
+        self.clear_gradients()
 
     @torch.no_grad()
     def _scored(self, share: Share, model: Any) -> list[list[float]]:

@@ -66,7 +66,15 @@ def merge_trained(shares: Sequence[Share], found: Sequence[Trained], total: int)
     for one in found:
         metrics.merge(one.metrics)
     rejected = {share.rows[i] for share, one in zip(shares, found, strict=True) for i in one.rejected}
-    return Trained(metrics, tuple(gather_rows(shares, [one.logprobs for one in found], total)), frozenset(rejected))
+    entropies = [one.entropies for one in found]
+    known = all(one or not share.rows for one, share in zip(entropies, shares, strict=True))
+    return Trained(
+        metrics,
+        tuple(gather_rows(shares, [one.logprobs for one in found], total)),
+        frozenset(rejected),
+        tuple(gather_rows(shares, entropies, total)) if known else (),
+        tuple(gather_rows(shares, [one.clip_states for one in found], total)),
+    )
 
 
 def _cost(rows: Sequence[int], lengths: Sequence[int]) -> int:

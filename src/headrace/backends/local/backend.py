@@ -22,6 +22,7 @@ from headrace.models.catalog import resolve_model
 from headrace.models.tensor_threads import TensorThread
 from headrace.tracking.metrics import MetricsAggregator
 from headrace.weights.in_place import InPlace
+from headrace.weights.sender import TO_SERVERS
 from headrace.weights.source import ModelWeights
 
 T = TypeVar("T")
@@ -30,7 +31,7 @@ T = TypeVar("T")
 class LocalBackend:
     """Full fine-tuning or LoRA with torch, on one machine. All tensor work runs on one thread at a time."""
 
-    transports: ClassVar[tuple[str, ...]] = ("in_place", "shared_memory")
+    transports: ClassVar[tuple[str, ...]] = ("in_place", "shared_memory", *TO_SERVERS)
 
     def __init__(self, config: RunConfig) -> None:
         self._worker = TensorThread("headrace-learner", stays=takes_turns(config))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,6 +14,7 @@ from headrace.models.causal import CausalModel, build_causal_model
 from headrace.models.load import load_model, load_tokenizer
 from headrace.models.logprobs import target_logprobs, wide_dtype
 from headrace.models.packed import PackedRows
+from headrace.models.transfer import download
 
 
 @torch.no_grad()
@@ -28,12 +30,14 @@ def score_rows(
     for indices in micro_batches:
         chosen = [rows[i] for i in indices]
         counts = [len(row) - 1 for row in chosen]
-        packed = PackedRows.from_rows([row[:-1] for row in chosen], model.shares_prefixes)
+        packed, (targets_T, heat_T) = PackedRows.from_rows([row[:-1] for row in chosen], model.shares_prefixes).to(
+            model.device,
+            np.array([token for row in chosen for token in row[1:]], dtype=np.int64),
+            np.repeat(np.array([temperatures[i] for i in indices], dtype=np.float64), counts),
+        )
         hidden_TD = model.hidden(packed)[packed.where_T]
-        targets_T = torch.tensor([token for row in chosen for token in row[1:]])
-        heat_R = torch.tensor([temperatures[i] for i in indices], dtype=wide_dtype(hidden_TD.dtype))
-        heat_T = heat_R.repeat_interleave(torch.tensor(counts))
-        logprobs_T, _ = target_logprobs(model, hidden_TD, targets_T, heat_T, chunk)
+        heat_T = heat_T.to(wide_dtype(hidden_TD.dtype))
+        (logprobs_T,) = download([target_logprobs(model, hidden_TD, targets_T, heat_T, chunk)[0]])
         for index, part in zip(indices, logprobs_T.split(counts), strict=True):
             found[index] = part.tolist()
     return found
@@ -45,7 +49,7 @@ class FrozenModel:
     def __init__(self, section: ModelSection) -> None:
         self.tokenizer = load_tokenizer(section.name)
         self.hf_model = load_model(section).eval().requires_grad_(False)
-        self.model = build_causal_model(self.hf_model, section.fast_path)
+        self.model = build_causal_model(self.hf_model, section.fast_path, section.attention)
         self.refreshed = False
 
     def copy_from(self, weights: Mapping[str, Tensor]) -> None:

@@ -4,16 +4,34 @@ from __future__ import annotations
 
 from typing import Any
 
+from headrace.backends.local.frozen import score_rows
 from headrace.engines.base import ModelHost
+from headrace.weights.base import WeightSender
+from headrace.weights.canary import Rows
 from headrace.weights.in_place import InPlace
+from headrace.weights.sender import server_sender
 from headrace.weights.shared_memory import SharedWeights
 from headrace.weights.source import ModelWeights
 
 
 def new_host(transport: str, tokenizer: Any, hf_model: Any, in_place: InPlace, weights: ModelWeights) -> ModelHost:
-    """The host of an engine that shares the model ("in_place"), or of one that gets copies ("shared_memory")."""
-    sender = in_place if transport == "in_place" else SharedWeights(weights)
-    return ModelHost(tokenizer, tuple(eos_token_ids(hf_model, tokenizer)), in_place.model.max_length, weights, sender)
+    """The host of an engine that shares the model ("in_place"), or of one that gets copies, in another process or on
+    servers."""
+    model = in_place.model
+
+    async def score(rows: Rows) -> list[list[float]]:
+        all_of_them = [range(len(rows))]
+        return await weights.on_learner(lambda: score_rows(model, rows, [1.0] * len(rows), all_of_them, 1024))
+
+    sender: WeightSender
+    if transport == "in_place":
+        sender = in_place
+    elif transport == "shared_memory":
+        sender = SharedWeights(weights)
+    else:
+        sender = server_sender(transport, weights)
+    ends = tuple(eos_token_ids(hf_model, tokenizer))
+    return ModelHost(tokenizer, ends, model.max_length, weights, sender, score, model.vocabulary)
 
 
 def eos_token_ids(hf_model: Any, tokenizer: Any) -> list[int]:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from headrace.backends.base import Scorer, Trained
 from headrace.backends.local.frozen import FrozenModel, score_rows
 from headrace.backends.local.host import eos_token_ids
+from headrace.backends.local.masters import MasterWeights
+from headrace.backends.local.offload import HostState
 from headrace.backends.local.optim import apply_gradient, new_adamw
 from headrace.backends.local.storage import (
     State,
@@ -25,24 +29,28 @@ from headrace.backends.local.storage import (
 )
 from headrace.backends.local.teacher import Teacher
 from headrace.backends.local.token_losses import (
+    MicroBatch,
     loss_context,
-    record_losses,
-    require_finite,
+    rejects_rows,
     require_trainable,
+    settle,
     token_losses,
     without_rejected,
 )
-from headrace.backends.local.tokens import TokenTensors
+from headrace.backends.local.tokens import TokenTensors, TokenValues
 from headrace.config import AlgorithmSection, RunConfig
 from headrace.data.episode import Step
-from headrace.data.sample import TrainBatch
+from headrace.data.sample import Sample, TrainBatch
 from headrace.engines.placement import DETERMINISTIC_ROWS, learner_threads
 from headrace.errors import BackendError
 from headrace.models.causal import CausalModel, build_causal_model
+from headrace.models.device import CPU, forward_dtype, master_dtype, prepare, resolve_device
+from headrace.models.device_memory import DeviceMemory, explained
 from headrace.models.load import load_model, load_tokenizer
 from headrace.models.logprobs import target_logprobs, wide_dtype
 from headrace.models.modules import lay_end_to_end
 from headrace.models.packed import PackedRows
+from headrace.models.transfer import download
 from headrace.tracking.metrics import MetricsAggregator
 from headrace.utils.memory import keep_freed_memory
 
@@ -52,8 +60,13 @@ class Found:
 
     def __init__(self, samples: int) -> None:
         self.metrics = MetricsAggregator()
-        self.logprobs: list[tuple[float, ...]] = [()] * samples
+        self.values = TokenValues(samples)
         self.rejected: set[int] = set()
+
+    def trained(self) -> Trained:
+        """All of it, once every micro-batch has added its part."""
+        values = self.values
+        return Trained(self.metrics, values.logprobs, frozenset(self.rejected), values.entropies, values.clip_states)
 
 
 class Learner:
@@ -67,7 +80,10 @@ class Learner:
             torch.set_num_threads(threads)
         keep_freed_memory()
         self.config = config
-        self._loss_dtype = wide_dtype(getattr(torch, config.model.dtype))
+        self.device = resolve_device(config.model.device)
+        prepare(self.device, config.model.tf32, config.run.deterministic)
+        self._dtype = forward_dtype(config.model)
+        self._loss_dtype = wide_dtype(self._dtype)
         self.scoring = threading.Lock()
         torch.manual_seed(config.run.seed)
         self.tokenizer = load_tokenizer(config.model.name)
@@ -78,7 +94,12 @@ class Learner:
             self._checkpoint_gradients()
         self.value_head = self._new_value_head() if config.algorithm.value_head else None
         self._shard()
-        self.optimizer = new_adamw([p for p in self.modules().parameters() if p.requires_grad], config.optimizer)
+        trained = [p for p in self.modules().parameters() if p.requires_grad]
+        self.masters = MasterWeights(trained, self._master_dtype())
+        self.optimizer = new_adamw(self.masters.optimized, config.optimizer)
+        offloads = config.optimizer.offload and self.device != CPU
+        self._host = HostState(self.optimizer, self.masters.tensors(), self.device) if offloads else None
+        self._memory = DeviceMemory(self.device)
         self.reference: FrozenModel | None = None
         self.teacher: Teacher | None = None
 
@@ -94,30 +115,37 @@ class Learner:
 
     def forward_backward(self, batch: TrainBatch, algorithm: AlgorithmSection) -> Trained:
         """Add the gradient of the batch's summed, weighted token losses to what has accumulated."""
+        self._memory.begin_training()
         require_trainable(algorithm, batch)
         found = Found(len(batch.samples))
         for indices in batch.micro_batches:
             self._learn(batch, indices, algorithm, found)
-        return Trained(found.metrics, tuple(found.logprobs), frozenset(found.rejected))
+        return found.trained()
 
     def _learn(self, batch: TrainBatch, indices: Sequence[int], algorithm: AlgorithmSection, found: Found) -> None:
         """One micro-batch: forward, loss, backward."""
         samples = [batch.samples[i] for i in indices]
         weights = [batch.weights[i] for i in indices]
-        tokens = TokenTensors(samples, weights, self._loss_dtype, self.model.shares_prefixes)
+        tokens = TokenTensors(samples, weights, self._loss_dtype, self.model.shares_prefixes, self.device)
+        with explained(self.device, self.config.backend, "a micro-batch", len(tokens.rows.ids_N)):
+            losses = self._losses(tokens, samples, algorithm)
+            (losses.loss_M * tokens.weights_M).sum().backward()
+        self._settle(losses, tokens, batch, indices, found)
+
+    def _losses(self, tokens: TokenTensors, samples: Sequence[Sample], algorithm: AlgorithmSection) -> MicroBatch:
+        """The loss of every trained token of a micro-batch. Nothing here makes the host wait for the device."""
         logprobs_M, entropy_M, values_M = self._forward(tokens, algorithm)
         context = loss_context(tokens, logprobs_M, algorithm, self.config.dpo.beta)
-        loss_M, loss_metrics, rejected_R = token_losses(context, samples, entropy_M, tokens.sampled_M)
+        loss_M, loss_metrics, rejected_R, clip_M = token_losses(context, samples, entropy_M, tokens.sampled_M)
         if values_M is not None:
-            error_M = 0.5 * (values_M - tokens.returns_M) ** 2 * tokens.valued_M
+            valued_M = torch.zeros_like(loss_M)
+            if tokens.valued_K is not None:
+                valued_M = valued_M.index_fill(0, tokens.valued_K, 1.0)
+            error_M = 0.5 * (values_M - tokens.returns_M) ** 2 * valued_M
             loss_M = without_rejected(loss_M + algorithm.value_coef * error_M, rejected_R, tokens.row_M)
-            loss_metrics["value/loss"] = error_M.detach()[tokens.valued_M]
-        self._require_finite(loss_M, tokens.row_M, batch, indices)
-        (loss_M * tokens.weights_M).sum().backward()
-        record_losses(found.metrics, loss_M[~rejected_R[tokens.row_M]], entropy_M, loss_metrics)
-        found.rejected |= {indices[row] for row in rejected_R.nonzero().flatten().tolist()}
-        for index, part in zip(indices, logprobs_M.detach().split(tokens.counts), strict=True):
-            found.logprobs[index] = tuple(part.tolist())
+            if tokens.valued_K is not None:
+                loss_metrics["value/loss"] = error_M.detach().index_select(0, tokens.valued_K)
+        return MicroBatch(logprobs_M, loss_M, entropy_M, loss_metrics, rejected_R, clip_M, rejects_rows(algorithm))
 
     def _forward(self, tokens: TokenTensors, algorithm: AlgorithmSection) -> tuple[Tensor, Tensor, Tensor | None]:
         """Log-probability and entropy of every trained target, and the values of a micro-batch that has returns."""
@@ -126,14 +154,26 @@ class Learner:
         return logprobs_M, entropy_M, self._values(hidden_MD) if self._wants_values(tokens) else None
 
     def _wants_values(self, tokens: TokenTensors) -> bool:
-        return bool(tokens.valued_M.any())  # other roles of the micro-batch may have no returns
+        return tokens.valued_K is not None  # other roles of the micro-batch may have no returns
 
-    def _require_finite(self, loss_M: Tensor, row_M: Tensor, batch: TrainBatch, indices: Sequence[int]) -> None:
-        require_finite(loss_M, row_M, batch, indices)
+    def _settle(
+        self, losses: MicroBatch, tokens: TokenTensors, batch: TrainBatch, indices: Sequence[int], found: Found
+    ) -> None:
+        rejected = settle(losses, tokens, batch, indices, found.metrics, found.values)
+        found.rejected |= {indices[row] for row in rejected}
 
     def optim_step(self, lr: float, grad_scale: float) -> MetricsAggregator:
         """Scale the accumulated gradient, clip it, apply it, and forget it."""
-        return apply_gradient(self.optimizer, lr, grad_scale, self.config.optimizer.grad_clip)
+        there = nullcontext() if self._host is None else self._host.on_device()
+        with explained(self.device, self.config.backend, "the optimizer's step"), there, self.masters.stepping():
+            metrics = apply_gradient(self.optimizer, lr, grad_scale, self.config.optimizer.grad_clip)
+        metrics.record_all(self._memory.end_training())
+        return metrics
+
+    def clear_gradients(self) -> None:
+        """Forget what has accumulated."""
+        self.masters.clear()
+        self.optimizer.zero_grad(set_to_none=True)
 
     def logprobs(self, batch: TrainBatch, of: Scorer = "policy") -> list[list[float]]:
         """Per sample, the log-probability of every target at the sample's temperature."""
@@ -156,8 +196,8 @@ class Learner:
         found: list[list[float]] = [[] for _ in batch.samples]
         for indices in batch.micro_batches:
             rows = [batch.samples[i].tokens[:-1] for i in indices]
-            packed = PackedRows.from_rows(rows, self.model.shares_prefixes)
-            values_T = self._values(self.model.hidden(packed))[packed.where_T]
+            packed, _ = PackedRows.from_rows(rows, self.model.shares_prefixes).to(self.device)
+            (values_T,) = download([self._values(self.model.hidden(packed)).index_select(0, packed.where_T)])
             for index, part in zip(indices, values_T.split(packed.lengths), strict=True):
                 found[index] = part.tolist()
         return found
@@ -172,7 +212,7 @@ class Learner:
 
     def state(self) -> State:
         """What `save` writes: the live tensors, which training changes."""
-        state = collect_state(self.modules(), self.optimizer)
+        state = collect_state(self.modules(), self.optimizer, self.masters)
         if self.teacher is not None and self.teacher.refreshed:  # else it is loaded again from the model
             state |= collect_teacher(self.teacher.hf_model, self.weights())
         return state
@@ -183,7 +223,9 @@ class Learner:
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote."""
-        load_state(folder, self.modules(), self.optimizer)
+        load_state(folder, self.modules(), self.optimizer, self.masters)
+        if self._host is not None:
+            self._host.to_host()
         self.teacher = None
         weights = load_teacher(folder, self.weights()) if self.config.distill.refresh_every else None
         if weights is not None:
@@ -214,23 +256,31 @@ class Learner:
     def _new_model(self) -> CausalModel:
         if self.config.trainer.placement == "separate":
             lay_end_to_end(self.hf_model)  # a weight sync copies all of it
-        model = build_causal_model(self.hf_model, self.config.model.fast_path)
+        model = build_causal_model(self.hf_model, self.config.model.fast_path, self.config.model.attention)
         model.row_block = DETERMINISTIC_ROWS if self.config.run.deterministic else 0
         model.shares_prefixes &= self.config.backend.share_prefixes
         return model
+
+    def _master_dtype(self) -> torch.dtype:
+        return master_dtype(self.config.model, self.config.optimizer)
 
     def _shard(self) -> None:
         """Called once model and value head are built; the optimizer gets the parameters as they are after it."""
 
     def _new_value_head(self) -> torch.nn.Linear:
         width = self.hf_model.config.get_text_config().hidden_size
-        head = torch.nn.Linear(width, 1, dtype=self.hf_model.dtype)
+        head = torch.nn.Linear(width, 1, dtype=self.hf_model.dtype, device=self.device)
         torch.nn.init.zeros_(head.weight)  # values start at 0: the first advantages are the rewards
         torch.nn.init.zeros_(head.bias)
         return head
 
     def _checkpoint_gradients(self) -> None:
+        every = self.config.backend.checkpoint_every
         if hasattr(self.model, "gradient_checkpointing"):
             self.model.gradient_checkpointing = True  # type: ignore[attr-defined]
-        else:
-            self.hf_model.gradient_checkpointing_enable()
+            self.model.checkpoint_every = every  # type: ignore[attr-defined]
+            return
+        self.hf_model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        layers = [module for module in self.hf_model.modules() if isinstance(module, GradientCheckpointingLayer)]
+        for number, layer in enumerate(layers):
+            layer.gradient_checkpointing = number % every == 0

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from headrace.backends.local.masters import MasterWeights
 from headrace.backends.local.sharded_files import is_sharded, read_whole
 from headrace.errors import BackendError, boundary
 from headrace.models.fit import names_that_differ
@@ -23,8 +24,9 @@ MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 def _save_file(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     with boundary(BackendError, f"cannot write {path.name}"):
+        on_host = {name: tensor.to("cpu") for name, tensor in tensors.items()}
         # a tensor that is part of a larger one is copied: the format knows no views
-        save_file({name: tensor if _is_whole(tensor) else tensor.clone() for name, tensor in tensors.items()}, path)
+        save_file({name: tensor if _is_whole(tensor) else tensor.clone() for name, tensor in on_host.items()}, path)
         _readable(path)
 
 
@@ -44,9 +46,11 @@ def save_state(folder: Path, modules: torch.nn.Module, optimizer: torch.optim.Op
     write_state(folder, collect_state(modules, optimizer))
 
 
-def collect_state(modules: torch.nn.Module, optimizer: torch.optim.Optimizer) -> State:
-    """What `save_state` writes: the live tensors, which training changes."""
-    names = trainable_names(modules)
+def collect_state(
+    modules: torch.nn.Module, optimizer: torch.optim.Optimizer, masters: MasterWeights | None = None
+) -> State:
+    """What `save_state` writes: the live tensors, which training changes. Of masters, not what they are rounded to."""
+    names = trainable_names(modules, masters)
     moments = {
         f"{names[p]}/{key}": value.detach()
         for p, state in optimizer.state.items()
@@ -62,10 +66,14 @@ def copy_state(state: State, into: State | None = None) -> State:
 
 
 def _copy_tensors(tensors: dict[str, torch.Tensor], into: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {
-        name: into[name].copy_(tensor) if name in into else tensor.clone(memory_format=torch.contiguous_format)
-        for name, tensor in tensors.items()
-    }
+    return {name: into[name].copy_(tensor) if name in into else _copied(tensor) for name, tensor in tensors.items()}
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """On the host, where it does not take the device's memory."""
+    if tensor.device.type == "cpu":
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return tensor.to("cpu", memory_format=torch.contiguous_format)
 
 
 def write_state(folder: Path, state: State) -> None:
@@ -81,9 +89,14 @@ def write_tensors(folder: Path, state: Mapping[str, Mapping[str, torch.Tensor]])
         _save_file(tensors, folder / f"{name}.safetensors")
 
 
-def load_state(folder: Path, modules: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """The inverse of `save_state`, into the same tensors, so that whoever shares them sees the new values."""
-    load_tensors(str(folder), modules, optimizer, *read_files(folder))
+def load_state(
+    folder: Path, modules: torch.nn.Module, optimizer: torch.optim.Optimizer, masters: MasterWeights | None = None
+) -> None:
+    """The inverse of `save_state`, into the same tensors, so that whoever shares them sees the new values.
+
+    Device and type are those of the run: a state written on one device is read on any other.
+    """
+    load_tensors(str(folder), modules, optimizer, *read_files(folder), masters)
 
 
 def read_files(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -101,16 +114,19 @@ def load_tensors(
     optimizer: torch.optim.Optimizer,
     weights: Mapping[str, torch.Tensor],
     moments: Mapping[str, torch.Tensor],
+    masters: MasterWeights | None = None,
 ) -> None:
     """Put saved weights and moments into a model and its optimizer. `source` names them in errors."""
-    names = trainable_names(modules)
+    names = trainable_names(modules, masters)
     check_state(source, weights, moments, names)
-    load_weights(source, modules, weights)
+    load_weights(source, modules, weights, masters)
     optimizer.state.clear()
     for parameter, name in names.items():
         state = {
             # a copy: what was read is still in the file, which may be deleted
-            key: moments[f"{name}/{key}"].clone()
+            key: moments[f"{name}/{key}"].to(
+                parameter.device, torch.float32 if key == "step" else parameter.dtype, copy=True
+            )
             for key in MOMENTS
             if f"{name}/{key}" in moments
         }
@@ -119,12 +135,16 @@ def load_tensors(
 
 
 @torch.no_grad()
-def load_weights(source: str, modules: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+def load_weights(
+    source: str, modules: torch.nn.Module, weights: Mapping[str, torch.Tensor], masters: MasterWeights | None = None
+) -> None:
     """Put saved weights into what is trained of a model. Nothing is changed if they do not fit."""
-    names = trainable_names(modules)
+    names = trainable_names(modules, masters)
     _require_weights(source, weights, names)
     for parameter, name in names.items():
         parameter.copy_(weights[name])
+    if masters is not None:
+        masters.write_back()
 
 
 def check_state(
@@ -204,5 +224,7 @@ def export_folder(folder: Path, hf_model: Any, tokenizer: Any) -> None:
         _readable(path)
 
 
-def trainable_names(modules: torch.nn.Module) -> dict[torch.Tensor, str]:
-    return {p: name for name, p in modules.named_parameters() if p.requires_grad}
+def trainable_names(modules: torch.nn.Module, masters: MasterWeights | None = None) -> dict[torch.Tensor, str]:
+    """Names of what is optimized."""
+    trained = ((name, p) for name, p in modules.named_parameters() if p.requires_grad)
+    return {p if masters is None else masters.of(p): name for name, p in trained}

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from headrace.backends.base import Scorer, Trained
 from headrace.backends.local.token_losses import require_trainable
+from headrace.backends.local.tokens import TokenValues
 from headrace.backends.tinker.builtin import BuiltIn, find_builtin, likely_scale
 from headrace.backends.tinker.check import check_config
 from headrace.backends.tinker.engine import score_row
@@ -100,15 +101,13 @@ class TinkerBackend:
         sent = likely_scale(batch, algorithm) if builtin else 0.0
         returned = await self._pass(batch, builtin, sent)
         metrics = MetricsAggregator()
-        found: list[tuple[float, ...]] = [()] * len(batch.samples)
+        found = TokenValues(len(batch.samples))
         rejected: list[int] = []
         for indices, logprobs in zip(batch.micro_batches, returned, strict=True):
-            learned = learn(batch, indices, logprobs, algorithm, self._config.dpo.beta, metrics, sent)
+            learned = learn(batch, indices, logprobs, algorithm, self._config.dpo.beta, metrics, found, sent)
             self._pending += learned.rows
             rejected += learned.rejected
-            for index, values in zip(indices, learned.logprobs, strict=True):
-                found[index] = values
-        return Trained(metrics, tuple(found), frozenset(rejected))
+        return Trained(metrics, found.logprobs, frozenset(rejected), found.entropies, found.clip_states)
 
     async def optim_step(self, lr: float, grad_scale: float) -> MetricsAggregator:
         if not self._pending:

@@ -15,8 +15,8 @@ import torch
 from tinker import types
 from torch import Tensor
 
-from headrace.backends.local.token_losses import loss_context, record_losses, require_finite, token_losses
-from headrace.backends.local.tokens import TokenTensors
+from headrace.backends.local.token_losses import MicroBatch, loss_context, rejects_rows, settle, token_losses
+from headrace.backends.local.tokens import TokenTensors, TokenValues
 from headrace.backends.tinker.rows import datum, wide_datum
 from headrace.config import AlgorithmSection
 from headrace.data.sample import Sample, TrainBatch
@@ -48,10 +48,9 @@ class RowGradient:
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """What one micro-batch comes to: a gradient per row, the trained targets' log-probabilities, and rejected rows."""
+    """What one micro-batch comes to: a gradient per row, and rejected rows."""
 
     rows: list[RowGradient]
-    logprobs: list[tuple[float, ...]]
     rejected: list[int]
     """Indices into the batch."""
 
@@ -63,23 +62,22 @@ def learn(
     algorithm: AlgorithmSection,
     dpo_beta: float,
     metrics: MetricsAggregator,
+    found: TokenValues,
     sent: float = 0.0,
 ) -> Learned:
-    """Losses of a micro-batch, with their metrics into `metrics`; the same functions as the local backend's."""
+    """Losses of a micro-batch by the local backend's functions; metrics into `metrics`, values into `found`."""
     samples = [batch.samples[i] for i in indices]
     tokens = TokenTensors(samples, [batch.weights[i] for i in indices], torch.float64)
     leaves = [one.clone().requires_grad_() for one in returned]
     logprobs_M, entropy_M = _of_trained(samples, leaves, tokens.where_M)
     context = loss_context(tokens, logprobs_M, algorithm, dpo_beta)
-    loss_M, loss_metrics, rejected_R = token_losses(context, samples, entropy_M, tokens.sampled_M)
-    require_finite(loss_M, tokens.row_M, batch, indices)
+    loss_M, loss_metrics, rejected_R, clip_M = token_losses(context, samples, entropy_M, tokens.sampled_M)
     (loss_M * tokens.weights_M).sum().backward()
-    record_losses(metrics, loss_M[~rejected_R[tokens.row_M]], entropy_M, loss_metrics)
+    came_to = MicroBatch(logprobs_M, loss_M, entropy_M, loss_metrics, rejected_R, clip_M, rejects_rows(algorithm))
+    rejected = settle(came_to, tokens, batch, indices, metrics, found)
     gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
-    parts = logprobs_M.detach().split(tokens.counts)
     rows = [RowGradient(s, g.numpy(), sent) for s, g in zip(samples, gradients, strict=True)]
-    rejected = [indices[row] for row in rejected_R.nonzero().flatten().tolist()]
-    return Learned(rows, [tuple(part.tolist()) for part in parts], rejected)
+    return Learned(rows, [indices[row] for row in rejected])
 
 
 def _of_trained(samples: Sequence[Sample], leaves: Sequence[Tensor], where_M: Tensor) -> tuple[Tensor, Tensor]:

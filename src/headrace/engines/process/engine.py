@@ -29,7 +29,7 @@ from headrace.engines.process.wire import (
     encode,
     receive,
 )
-from headrace.errors import EngineError
+from headrace.errors import EngineError, ServerLostError
 from headrace.utils.worker_process import describe_exit
 from headrace.weights.shared_memory import SharedBuffers
 
@@ -52,8 +52,11 @@ class _Pending:
 class ProcessEngine:
     """The learner's side. Made on any thread; from its first call on it belongs to the event loop of that call."""
 
-    def __init__(self, weights: SharedBuffers, options: EngineOptions, launch: Launch = launch_engine) -> None:
+    def __init__(
+        self, weights: SharedBuffers, options: EngineOptions, launch: Launch = launch_engine, waits: bool = True
+    ) -> None:
         self._options = options
+        self._waits = waits  # otherwise callers of a process that died hear of it: others may serve them at once
         self._launch = launch
         self._weights = weights
         self._weights.write(0)  # what the process starts with
@@ -72,6 +75,7 @@ class ProcessEngine:
         self._before = (0, 0.0)  # tokens and busy seconds of processes that have gone
         self._error: EngineError | None = None
         self._closed = False
+        self._weights.join(self._used)
         self._child = launch(options, self._weights.files)
 
     @property
@@ -144,6 +148,7 @@ class ProcessEngine:
             busy_s=self._before[1] + self._health.busy_s,
             error=str(self._error) if self._error else self._health.error,
             restarts=self._restarts,
+            state="serving" if ready or self._connection is None else "starting",
         )
 
     async def close(self) -> None:
@@ -275,12 +280,21 @@ class ProcessEngine:
                 f"{how}; is there enough memory? Its last lines:\n{await self._last_output()}"
             )
         self._restarts += 1
+        if not self._waits:
+            self._give_back(f"the engine process {self._child.pid} died ({how})")
         _log.warning(
             "the engine process %d died (%s); another is started, and %d calls start again",
             self._child.pid,
             how,
             len(self._pending),
         )
+
+    def _give_back(self, what: str) -> None:
+        """Requests go back to their callers, who may ask another engine; the rest concerns this one alone."""
+        for number, pending in list(self._pending.items()):
+            if pending.method in _PROGRESS and not pending.future.done():
+                del self._pending[number]
+                pending.future.set_exception(ServerLostError(what))
 
     async def _last_output(self) -> str:
         return await asyncio.to_thread(self._child.last_output) or "(none)"

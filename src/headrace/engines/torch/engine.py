@@ -13,12 +13,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, Literal
 
 import torch
 
 from headrace.engines.base import DEFAULT_SAMPLING, EngineHealth, Generation, SamplingParams
-from headrace.engines.request import Detokenize, Request, checked_ids, deliver, fail, settle
+from headrace.engines.request import Detokenize, OnTokens, Request, checked_ids, deliver, fail, settle
 from headrace.engines.torch.delivery import Deliveries
 from headrace.engines.torch.lane import Lane
 from headrace.errors import ConfigError, DataError, EngineError
@@ -97,7 +98,17 @@ class TorchEngine:
     async def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams, seed: int, pinned: bool = False
     ) -> Generation:
-        request = self._new_request(checked_ids(prompt_ids, self._vocabulary), params.filled(self._defaults), seed)
+        return await self._decoded(self._new_request(prompt_ids, params, seed), pinned)
+
+    async def stream(
+        self, prompt_ids: Sequence[int], params: SamplingParams, seed: int, on_tokens: OnTokens
+    ) -> Generation:
+        """As `generate`; `on_tokens` is called on the event loop with what is sampled, as soon as it is."""
+        loop, request = asyncio.get_running_loop(), self._new_request(prompt_ids, params, seed)
+        request.on_tokens = lambda ids, logprobs: _call_soon(loop, on_tokens, ids, logprobs)
+        return await self._decoded(request)
+
+    async def _decoded(self, request: Request, pinned: bool = False) -> Generation:
         with self._wake:
             self._check_usable()
             if pinned and self._pinned is not None and self._unpinned is None:
@@ -180,7 +191,8 @@ class TorchEngine:
 
     # ---- called from the event loop -------------------------------------------------------------------------------
 
-    def _new_request(self, prompt: tuple[int, ...], params: SamplingParams, seed: int) -> Request:
+    def _new_request(self, prompt_ids: Sequence[int], params: SamplingParams, seed: int) -> Request:
+        prompt, params = checked_ids(prompt_ids, self._vocabulary), params.filled(self._defaults)
         return Request.new(prompt, params, seed % 2**64, self.max_model_length, self._eos_ids, self._detokenize)
 
     async def _call(self, function: Callable[[], Any]) -> Any:
@@ -341,6 +353,11 @@ class TorchEngine:
             return error
 
         fail(futures, failure)
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, function: OnTokens, *given: Any) -> None:
+    with suppress(RuntimeError):  # a closed loop has no one listening
+        loop.call_soon_threadsafe(function, *given)
 
 
 def _describe(error: BaseException) -> str:

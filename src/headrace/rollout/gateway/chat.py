@@ -30,6 +30,9 @@ HARMLESS = ("user", "metadata", "store", "service_tier", "seed", "safety_identif
 """Fields without effect on the answer. A client's seed is ignored: a resumed episode must sample the same tokens."""
 
 
+_CHUNK = "chat.completion.chunk"
+
+
 class ChatCompletions:
     """Messages in, one message out."""
 
@@ -75,17 +78,26 @@ class ChatCompletions:
         return {**_head(call, reply, "chat.completion"), "choices": [choice], "usage": _usage(reply),
                 **token_details(call, reply)}  # fmt: skip
 
+    def opening(self, call: Call, reply: Reply) -> list[Event]:
+        """What a stream begins with."""
+        return [_chunk(call, reply, {"role": "assistant", "content": ""})]
+
+    def piece(self, call: Call, reply: Reply) -> Event:
+        """A piece of a reply, as it is sampled."""
+        return _chunk(call, reply, {"content": reply.output.text}, logprobs=_logprobs(call, reply))
+
     def events(self, call: Call, reply: Reply) -> Iterator[Event]:
         """The answer as a stream."""
-        head, output = _head(call, reply, "chat.completion.chunk"), reply.output
-        if call.usage_in_stream:
-            head["usage"] = None
+        yield _chunk(call, reply, {"role": "assistant", "content": ""}, logprobs=_logprobs(call, reply))
+        yield from self.ending(call, reply)
 
-        def chunk(delta: dict[str, Any], finish: str | None = None, logprobs: Any = None) -> Event:
-            choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
-            return None, {**head, "choices": [choice]}
+    def ending(self, call: Call, reply: Reply) -> Iterator[Event]:
+        """All that comes after the opening."""
+        output = reply.output
 
-        yield chunk({"role": "assistant", "content": ""}, logprobs=_logprobs(call, reply))
+        def chunk(delta: dict[str, Any], finish: str | None = None) -> Event:
+            return _chunk(call, reply, delta, finish)
+
         for piece in pieces(output.reasoning or ""):
             yield chunk({"reasoning_content": piece})
         for piece in pieces(output.content):
@@ -100,7 +112,7 @@ class ChatCompletions:
         assert isinstance(last, dict)
         yield name, {**last, **token_details(call, reply)}
         if call.usage_in_stream:
-            yield None, {**head, "choices": [], "usage": _usage(reply)}
+            yield None, {**_head(call, reply, _CHUNK), "choices": [], "usage": _usage(reply)}
         yield None, "[DONE]"
 
     def error(self, refusal: Refusal) -> dict[str, Any]:
@@ -171,6 +183,12 @@ def _tool_call(found: Fields) -> dict[str, Any]:
 
 def _head(call: Call, reply: Reply, kind: str) -> dict[str, Any]:
     return {"id": f"chatcmpl-{reply.id}", "object": kind, "created": reply.created, "model": call.model}
+
+
+def _chunk(call: Call, reply: Reply, delta: dict[str, Any], finish: str | None = None, logprobs: Any = None) -> Event:
+    choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+    usage = {"usage": None} if call.usage_in_stream else {}
+    return None, {**_head(call, reply, _CHUNK), **usage, "choices": [choice]}
 
 
 def _finish(reply: Reply) -> str:

@@ -48,8 +48,20 @@ class Completions(ChatCompletions):
         choice = _choice(reply.output.text, _finish(reply), _logprobs(call, reply))
         return {**_head(call, reply), "choices": [choice], "usage": _usage(reply), **token_details(call, reply)}
 
+    def opening(self, call: Call, reply: Reply) -> list[Event]:
+        """What a stream begins with."""
+        return []
+
+    def piece(self, call: Call, reply: Reply) -> Event:
+        """A piece of a reply, as it is sampled."""
+        return None, {**_head(call, reply), "choices": [_choice(reply.output.text, None, _logprobs(call, reply))]}
+
     def events(self, call: Call, reply: Reply) -> Iterator[Event]:
         """The answer as a stream."""
+        return self.ending(call, reply)
+
+    def ending(self, call: Call, reply: Reply) -> Iterator[Event]:
+        """All of it: there is no opening."""
         head = _head(call, reply)
         for piece in pieces(reply.output.text):
             yield None, {**head, "choices": [_choice(piece, None, None)]}
@@ -90,6 +102,6 @@ def _usage(reply: Reply) -> dict[str, Any]:
 def _logprobs(call: Call, reply: Reply) -> dict[str, Any] | None:
     if not call.logprobs:
         return None
-    offsets = [0, *accumulate(len(token) for token in reply.tokens)][: len(reply.tokens)]
+    offsets = list(accumulate((len(token) for token in reply.tokens), initial=reply.offset))[: len(reply.tokens)]
     logprobs = list(reply.output.logprobs)
     return {"tokens": list(reply.tokens), "token_logprobs": logprobs, "top_logprobs": None, "text_offset": offsets}

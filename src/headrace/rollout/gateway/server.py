@@ -5,26 +5,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import json
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from headrace.config import GatewaySection
-from headrace.errors import ConfigError, HeadraceError
+from headrace.errors import ConfigError
 from headrace.rollout.gateway.anthropic import Messages, read_conversation
 from headrace.rollout.gateway.chat import ChatCompletions
 from headrace.rollout.gateway.completions import Completions
+from headrace.rollout.gateway.responding import NO_RETRY, disconnected, frame, respond, retry_headers
 from headrace.rollout.gateway.responses import Responses
 from headrace.rollout.gateway.session import Session
 from headrace.rollout.gateway.stream import EventStream
@@ -36,7 +36,7 @@ log = logging.getLogger("headrace")
 
 API_FORMATS: tuple[ApiFormat, ...] = (ChatCompletions(), Completions(), Responses(), Messages())
 _DRAIN_S = 1.0  # for answers that are being sent when the server stops
-_NO_RETRY = {"x-should-retry": "false"}  # honoured by the clients of OpenAI and Anthropic
+_WHO = "the gateway"
 
 
 class Gateway:
@@ -118,32 +118,15 @@ class Gateway:
         routes: list[Route] = []
         for prefix in ("/s/{session}", ""):
             for api in API_FORMATS:
-                endpoint = partial(self._respond, api, partial(self._answer, api))
+                endpoint = partial(respond, api, _WHO, partial(self._answer, api))
                 routes.append(Route(prefix + api.path, endpoint, methods=["POST"]))
-            count = partial(self._respond, API_FORMATS[-1], self._count_tokens)
+            count = partial(respond, API_FORMATS[-1], _WHO, self._count_tokens)
             routes.append(Route(f"{prefix}/v1/messages/count_tokens", count, methods=["POST"]))
-            models = partial(self._respond, API_FORMATS[0], self._models)
+            models = partial(respond, API_FORMATS[0], _WHO, self._models)
             routes.append(Route(f"{prefix}/v1/models", models, methods=["GET"]))
         app = Starlette(routes=routes, exception_handlers={HTTPException: _no_such_route})
         app.router.redirect_slashes = False
         return app
-
-    async def _respond(
-        self, api: ApiFormat, endpoint: Callable[[Request], Awaitable[Response]], request: Request
-    ) -> Response:
-        """Call an endpoint; answer errors in the format of the API."""
-        try:
-            return await endpoint(request)
-        except ClientDisconnect:
-            return Response(status_code=499)
-        except Refusal as found:
-            refusal = found
-        except HeadraceError as error:
-            refusal = Refusal(400, str(error))
-        except Exception as error:  # a bug in the gateway: log it and report it to the client
-            log.exception("the gateway failed to answer a request")
-            refusal = Refusal(500, f"the gateway failed: {type(error).__name__}: {error}", "internal_error")
-        return JSONResponse(api.error(refusal), refusal.status, _NO_RETRY)
 
     async def _answer(self, api: ApiFormat, request: Request) -> Response:
         session = self._session_of(request)
@@ -151,22 +134,22 @@ class Gateway:
         warn = session.warn_once if self._settings.unsupported == "warn" else None
         call = api.read(Fields(parse_json(raw), warn=warn), session)
         task = session.start(call, _identity(request, raw))
-        disconnected = asyncio.create_task(_disconnected(request))
+        gone = asyncio.create_task(disconnected(request))
         streaming = False
         try:
             wait_s = self._settings.keep_alive_s if call.stream else None
-            await asyncio.wait({task, disconnected}, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
-            if call.stream and not disconnected.done():
+            await asyncio.wait({task, gone}, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+            if call.stream and not gone.done():
                 if task.done():
                     _result(task)  # raises now, while the status code can still report a failure
                 streaming = True
-                return EventStream(self._frames(api, call, task), disconnected, task)
+                return EventStream(self._frames(api, call, task), gone, task)
             if not task.done():
                 return Response(status_code=499)  # the client has disconnected
             return JSONResponse(api.response(call, _result(task)))
         finally:
             if not streaming:
-                disconnected.cancel()
+                gone.cancel()
                 task.cancel()  # no effect if it is done
 
     async def _frames(self, api: ApiFormat, call: Call, task: asyncio.Task[Reply]) -> AsyncIterator[bytes]:
@@ -178,9 +161,9 @@ class Gateway:
         try:
             reply = _result(task)
         except Refusal as refusal:
-            yield _frame(*api.error_event(refusal))
+            yield frame(*api.error_event(refusal))
             return
-        yield b"".join(_frame(name, data) for name, data in api.events(call, reply))
+        yield b"".join(frame(name, data) for name, data in api.events(call, reply))
 
     async def _count_tokens(self, request: Request) -> Response:
         session = self._session_of(request)
@@ -267,7 +250,7 @@ def _listen(settings: GatewaySection) -> socket.socket:
 def _refuse(path: str, status: int, sentence: str) -> tuple[dict[str, Any], dict[str, str]]:
     """The answer to a request that reaches no route, in the format of the API it was meant for."""
     api = next((one for one in API_FORMATS if path.endswith(one.path)), API_FORMATS[0])
-    return api.error(Refusal(status, sentence)), {} if status in (408, 503) else _NO_RETRY
+    return api.error(Refusal(status, sentence)), retry_headers(status)
 
 
 def _identity(request: Request, raw: bytes) -> Identity:
@@ -286,19 +269,8 @@ def _result(task: asyncio.Task[Reply]) -> Reply:
     return task.result()
 
 
-async def _disconnected(request: Request) -> None:
-    """Return when the client has disconnected."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-def _frame(name: str | None, data: dict[str, Any] | str) -> bytes:
-    text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False, separators=(",", ":"))
-    return f"event: {name}\ndata: {text}\n\n".encode() if name else f"data: {text}\n\n".encode()
-
-
 async def _no_such_route(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
     known = ", ".join(api.path for api in API_FORMATS)
     refusal = Refusal(status, f"there is no such route ({status}); POST to {known}, under the session's URL")
-    return JSONResponse(openai_error(refusal), status, _NO_RETRY)
+    return JSONResponse(openai_error(refusal), status, NO_RETRY)

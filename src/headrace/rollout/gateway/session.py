@@ -11,17 +11,8 @@ from typing import Any
 
 from headrace.data.task import Message
 from headrace.engines.base import DEFAULT_SAMPLING
-from headrace.errors import (
-    BudgetExceededError,
-    ConfigError,
-    DataError,
-    EngineError,
-    HeadraceError,
-    LedgerError,
-    PromptTooLongError,
-)
-from headrace.ledger.episode_record import DivergedReplay
-from headrace.rollout.gateway.wire import Call, Identity, Refusal, Reply
+from headrace.errors import BudgetExceededError, EngineError, HeadraceError, LedgerError, PromptTooLongError
+from headrace.rollout.gateway.wire import Call, Identity, Refusal, Reply, refusal_of
 from headrace.rollout.messages import ToolSchema
 from headrace.rollout.model_client import Model
 
@@ -142,22 +133,11 @@ class Session:
     def _refusal(self, error: HeadraceError) -> Refusal:
         """The answer to a failed call. No retry would help."""
         match error:
-            case Refusal():
-                return error
-            case PromptTooLongError():
+            case PromptTooLongError() | BudgetExceededError():
                 self.limit = error
-                return Refusal(400, str(error), "context_length_exceeded", "messages")
-            case BudgetExceededError():
-                self.limit = error
-                return Refusal(400, str(error), "budget_exceeded")
-            case DivergedReplay():
-                return Refusal(409, str(error), "diverged_replay")
             case EngineError() | LedgerError():
                 self._fail(error)
-                return Refusal(500, str(error), "engine_failed")
-            case ConfigError() | DataError():
-                return Refusal(400, str(error), "invalid_value")
-        return Refusal(400, str(error))
+        return refusal_of(error)
 
     def _fail(self, error: Exception) -> None:
         self.fatal = error

@@ -10,7 +10,17 @@ from typing import Any, NoReturn, Protocol
 
 from headrace.data.episode import FinishReason, ModelOutput
 from headrace.data.task import Message
-from headrace.errors import WorkflowError
+from headrace.errors import (
+    BudgetExceededError,
+    ConfigError,
+    DataError,
+    EngineError,
+    HeadraceError,
+    LedgerError,
+    PromptTooLongError,
+    WorkflowError,
+)
+from headrace.ledger.episode_record import DivergedReplay
 from headrace.rollout.messages import ToolSchema
 
 _PIECES = 4  # of a streamed text: the engine returns complete replies, so more would only cost time
@@ -76,6 +86,8 @@ class Reply:
     output: ModelOutput
     tokens: tuple[str, ...] = ()
     stopped_by: str | None = None
+    offset: int = 0
+    """Characters of the reply before this piece of it."""
 
     @property
     def cut(self) -> bool:
@@ -260,6 +272,24 @@ def token_details(call: Call, reply: Reply) -> dict[str, Any]:
     output = reply.output
     ids = {"prompt_token_ids": list(output.prompt_ids), "completion_token_ids": list(output.completion_ids)}
     return {"headrace": {**ids, "logprobs": list(output.logprobs), "versions": list(output.versions)}}
+
+
+def refusal_of(error: HeadraceError) -> Refusal:
+    """The answer to a call that failed."""
+    match error:
+        case Refusal():
+            return error
+        case PromptTooLongError():
+            return Refusal(400, str(error), "context_length_exceeded", "messages")
+        case BudgetExceededError():
+            return Refusal(400, str(error), "budget_exceeded")
+        case DivergedReplay():
+            return Refusal(409, str(error), "diverged_replay")
+        case EngineError() | LedgerError():
+            return Refusal(500, str(error), "engine_failed")
+        case ConfigError() | DataError():
+            return Refusal(400, str(error), "invalid_value")
+    return Refusal(400, str(error))
 
 
 def openai_error(refusal: Refusal) -> dict[str, Any]:

@@ -13,9 +13,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from headrace.models.catalog import cache_dir
+from headrace.utils.openmp import loaded_runtime
 
 _HERE = Path(__file__).parent
 _SOURCES = tuple(_HERE / name for name in ("kernels.c", "decoder.c", "attention.c", "narrow.c"))
@@ -45,7 +44,7 @@ class Build:
 
 def load_library() -> tuple[ctypes.CDLL, Build]:
     """The kernels, compiled if the cache does not have them for this source, compiler and processor."""
-    runtime = openmp_runtime()
+    runtime = loaded_runtime()
     try:
         build = _library(_compiler(), runtime is not None)
         if runtime is not None:
@@ -54,19 +53,6 @@ def load_library() -> tuple[ctypes.CDLL, Build]:
         return ctypes.CDLL(str(build.path)), build
     except (OSError, subprocess.SubprocessError) as error:
         raise BuildError(str(error)) from error
-
-
-def openmp_runtime() -> Path | None:
-    """The GNU OpenMP library that torch has loaded into this process; None where torch uses none or another."""
-    try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
-    except OSError:
-        return None
-    loaded = {Path(line.split(maxsplit=5)[5]) for line in lines if "/libgomp" in line}
-    packages = Path(torch.__file__).parent.parent
-    of_torch = {path for path in loaded if path.is_relative_to(packages / "torch") or "torch.libs" in path.parts}
-    chosen = of_torch or loaded
-    return chosen.pop() if len(chosen) == 1 else None
 
 
 def _compiler() -> str:

@@ -1,0 +1,327 @@
+"""EnginePool: N replicas of any kind behind the engine protocol.
+
+A conversation stays with one replica while that one serves (`routing.py`). If a replica is lost, what it had is issued
+again elsewhere with the same seeds, and answers of its old life are refused. It comes back by itself, gets the current
+weights, proves that it has them, and serves again. The pool ends only when no replica is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from headrace.engines.base import EngineHealth, Generation, Reachable, RolloutEngine, SamplingParams
+from headrace.engines.routing import choose
+from headrace.errors import EngineError, PromptTooLongError, ServerLostError, WeightSyncError
+from headrace.weights.base import Endpoint
+from headrace.weights.sync import Recovers
+
+_log = logging.getLogger("headrace")
+_POLL_S = 0.02
+T = TypeVar("T")
+Restore = Callable[[Any], Awaitable[bool]]
+
+
+@dataclass(slots=True, eq=False)
+class Replica:
+    """One engine of the pool."""
+
+    number: int
+    engine: RolloutEngine
+    life: int = 0
+    """Counts how often it was lost."""
+    in_flight: int = 0
+    gone: EngineError | None = None
+    """Why it will not come back."""
+    stale: bool = False
+    """It was pinned, and the next weight sync has to bring it the current version."""
+
+    @property
+    def reachable(self) -> bool:
+        """Whether it can be talked to now."""
+        return self.gone is None and self.engine.health().state != "starting"
+
+    @property
+    def serves(self) -> bool:
+        """Whether it takes requests now."""
+        return self.gone is None and not self.stale and self.engine.health().state == "serving"
+
+
+class EnginePool:
+    """Made on any thread; from its first call on it belongs to the event loop of that call.
+
+    `pins_one`: the replicas have one version at a time, so a pin keeps one of them out of weight syncs.
+    """
+
+    routes: Literal[True] = True
+
+    def __init__(self, engines: Sequence[RolloutEngine], pins_one: bool = False) -> None:
+        self.replicas = [Replica(number, engine) for number, engine in enumerate(engines)]
+        self._pins_one = pins_one
+        self._pinned: Replica | None = None
+        self._pinned_version: int | None = None
+        self._in_pin = 0
+        self._paused = False
+        self._opened = False
+        self._updating: list[Replica] = []
+        self._restore: Restore | None = None
+        self._restarts = self._reissued = 0
+        self._closed = False
+
+    # ---- sampling -------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams, seed: int, pinned: bool = False,
+        affinity: str | None = None,
+    ) -> Generation:  # fmt: skip
+        self._in_pin += pinned
+        try:
+            return await self._issued(
+                lambda engine: engine.generate(prompt_ids, params, seed, pinned), affinity, pinned
+            )
+        finally:
+            self._in_pin -= pinned
+
+    async def compute_logprobs(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
+        return await self._issued(lambda engine: engine.compute_logprobs(rows))
+
+    async def _issued(
+        self, call: Callable[[RolloutEngine], Awaitable[T]], affinity: str | None = None, pinned: bool = False
+    ) -> T:
+        """Issue a request until a replica that still counts has answered it."""
+        while True:
+            replica = await self._chosen(affinity, pinned)
+            life, replica.in_flight = replica.life, replica.in_flight + 1
+            try:
+                answer = await call(replica.engine)
+                if replica.life == life:
+                    return answer
+                # of a life that has ended since: nobody vouches for what it was sampled with
+            except PromptTooLongError:
+                raise
+            except EngineError as error:
+                if not self._note_loss(replica, life, error):
+                    raise
+            finally:
+                replica.in_flight -= 1
+            self._reissued += 1
+            await asyncio.sleep(_POLL_S)
+
+    async def _chosen(self, affinity: str | None, pinned: bool) -> Replica:
+        """A replica that serves; waits for one if all are being started."""
+        while True:
+            self._check_usable()
+            if pinned and self._pinned is not None:
+                found = [self._pinned]
+            else:
+                found = [one for one in self.replicas if one.serves and one is not self._pinned]
+            if found:
+                number = choose(affinity, [one.number for one in found], lambda n: self.replicas[n].in_flight)
+                return self.replicas[number]
+            await asyncio.sleep(_POLL_S)
+
+    # ---- loss -----------------------------------------------------------------------------------------------------
+
+    def _note_loss(self, replica: Replica, life: int, error: EngineError) -> bool:
+        """Whether the error means that the replica is lost, and others may do what was asked of it."""
+        stopped = replica.engine.health().error
+        if not isinstance(error, ServerLostError) and stopped is None:
+            return False
+        if replica.life == life:
+            replica.life += 1
+            if replica is self._pinned:
+                self._pinned = None
+                if self._pinned_version != self.health().version:
+                    raise EngineError(
+                        f"replica {replica.number}, which alone had the pinned version {self._pinned_version}, is "
+                        f"lost, and the evaluation with it; resume the run"
+                    ) from error
+            _log.warning("replica %d is lost: %s; its requests are issued again", replica.number, error)
+        if stopped is not None and replica.gone is None:
+            replica.gone = error
+            left = sum(one.gone is None for one in self.replicas)
+            _log.warning("replica %d does not come back: %s; %d replicas are left", replica.number, stopped, left)
+        self._check_usable()
+        return True
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise EngineError("the engine is closed")
+        if all(one.gone is not None for one in self.replicas):
+            last = self.replicas[-1].gone
+            raise EngineError(f"no replica is left of {len(self.replicas)}; the last error: {last}") from last
+
+    async def recovered(self) -> None:
+        """Return when there is a replica to talk to."""
+        while not any(one.reachable for one in self.replicas):
+            self._check_usable()
+            await asyncio.sleep(_POLL_S)
+
+    def when_restarted(self, restore: Restore) -> None:
+        """Who brings the current weights to a replica that was started again without them."""
+        self._restore = restore
+        for replica in self.replicas:
+            if isinstance(replica.engine, Recovers):
+                replica.engine.when_restarted(self._restored)
+
+    async def _restored(self, engine: RolloutEngine) -> bool:
+        """Bring the current weights to one replica, and make it do what the others do."""
+        assert self._restore is not None
+        if not await self._restore(engine):
+            return False
+        await self._align(engine)
+        return True
+
+    async def _align(self, engine: RolloutEngine) -> None:
+        if engine.health().paused != self._paused:
+            await (engine.pause() if self._paused else engine.resume())
+
+    async def _all(
+        self, call: Callable[[RolloutEngine], Awaitable[T]], among: Sequence[Replica] | None = None
+    ) -> list[tuple[Replica, T]]:
+        """What every replica answers; one that is lost meanwhile is left out."""
+        self._check_usable()
+        asked = among if among is not None else self._reachable()
+
+        async def one(replica: Replica) -> tuple[Replica, T] | None:
+            life = replica.life
+            try:
+                return replica, await call(replica.engine)
+            except EngineError as error:
+                if not self._note_loss(replica, life, error):
+                    raise
+                return None
+
+        found = [answer for answer in await asyncio.gather(*map(one, asked)) if answer is not None]
+        if not found:
+            raise ServerLostError("every replica was lost; they are started again")
+        return found
+
+    def _reachable(self) -> list[Replica]:
+        """Those that are there. At the beginning all of them: a server starts with its first call."""
+        opened, self._opened = self._opened, True
+        return [one for one in self.replicas if one.reachable or (not opened and one.gone is None)]
+
+    # ---- weights --------------------------------------------------------------------------------------------------
+
+    def endpoints(self) -> list[Endpoint]:
+        found = [one.engine for one in self._updating or self.replicas]
+        return [endpoint for engine in found if isinstance(engine, Reachable) for endpoint in engine.endpoints()]
+
+    def synced(self) -> list[RolloutEngine]:
+        """The replicas that took part in the update; each of them has to prove what it decodes with."""
+        return [one.engine for one in self._updating]
+
+    def distrust(self, engine: RolloutEngine, why: WeightSyncError | ServerLostError) -> None:
+        """A replica that does not decode with the weights that were sent is lost, and replaced."""
+        for replica in self._updating:
+            if replica.engine is engine:
+                replace = getattr(engine, "replace_server", None)
+                if replace is None:
+                    raise why
+                replica.life += 1
+                _log.warning("replica %d failed its weight sync and is started again: %s", replica.number, why)
+                replace()
+        self._updating = [one for one in self._updating if one.engine is not engine]
+
+    async def pause(self) -> None:
+        self._paused = True
+        await self._all(lambda engine: engine.pause())
+
+    async def resume(self) -> None:
+        self._paused = False
+        await self._all(lambda engine: engine.resume())
+
+    async def begin_update(self, version: int) -> None:
+        taking = [one for one in self._reachable() if one is not self._pinned]
+        self._updating = [one for one, _ in await self._all(lambda engine: engine.begin_update(version), taking)]
+
+    async def end_update(self, version: int) -> str | None:
+        if not self._updating:
+            raise EngineError("end_update came before begin_update; begin an update, send the weights, then end it")
+        ended = await self._all(lambda engine: engine.end_update(version), self._updating)
+        self._updating = [one for one, _ in ended]
+        for one in self._updating:
+            one.stale = False
+        prints = {fingerprint for _, fingerprint in ended}
+        if len(prints) > 1:
+            found = ", ".join(f"{one.number}: {fingerprint}" for one, fingerprint in ended)
+            raise WeightSyncError(
+                f"version {version} arrived differently at different replicas ({found}); resume from the last "
+                f"checkpoint, and report it if it happens again"
+            )
+        return prints.pop()
+
+    async def pin(self) -> int:
+        if self._pinned_version is not None:
+            raise EngineError(f"version {self._pinned_version} is pinned already; call unpin before pinning another")
+        if self._pins_one:
+            serving = [one for one in self.replicas if one.serves]
+            if len(serving) < 2:
+                raise EngineError(
+                    f"{len(serving)} of {len(self.replicas)} replicas serve, and evaluation beside training needs one "
+                    f"for itself; raise engine.replicas"
+                )
+            self._pinned = min(serving, key=lambda one: (one.in_flight, -one.number))
+            self._pinned_version = await self._pinned.engine.pin()
+        else:
+            versions = {version for _, version in await self._all(lambda engine: engine.pin())}
+            self._pinned_version = max(versions)
+        return self._pinned_version
+
+    async def unpin(self) -> None:
+        if self._pinned_version is None:
+            raise EngineError("nothing is pinned; call pin before unpin")
+        if not self._pins_one:
+            await self._all(lambda engine: engine.unpin())
+            self._pinned_version = None
+            return
+        while self._in_pin:  # noqa: ASYNC110  (requests end by themselves)
+            await asyncio.sleep(_POLL_S)
+        replica, self._pinned, self._pinned_version = self._pinned, None, None
+        if replica is None:  # it was lost, and came back with the others' weights
+            return
+        await replica.engine.unpin()
+        if replica.engine.health().version != self.health().version and self._restore is not None:
+            replica.stale = True
+            replica.stale = not await self._restored(replica.engine)
+
+    async def release_cache(self) -> None:
+        await self._all(lambda engine: engine.release_cache())
+
+    async def restart(self) -> None:
+        await self._all(lambda engine: engine.restart())
+        self._restarts += 1
+
+    # ---- bookkeeping ----------------------------------------------------------------------------------------------
+
+    def health(self) -> EngineHealth:
+        found = [one.engine.health() for one in self.replicas]
+        left = [health for one, health in zip(self.replicas, found, strict=True) if one.gone is None]
+        serving = [
+            health for one, health in zip(self.replicas, found, strict=True)
+            if one.serves and one is not self._pinned
+        ] or left or found  # fmt: skip
+        errors = [health.error for health in found if health.error is not None]
+        return EngineHealth(
+            alive=not self._closed and any(health.alive for health in found),
+            paused=self._paused,
+            version=max(health.version for health in serving),
+            running=sum(health.running for health in found),
+            waiting=sum(health.waiting for health in found),
+            generated_tokens=sum(health.generated_tokens for health in found),
+            busy_s=sum(health.busy_s for health in found) / len(found),
+            error=f"no replica is left: {errors[-1]}" if len(errors) == len(found) else None,
+            # those that were asked for are one restart of the pool
+            restarts=sum(health.restarts for health in found) - self._restarts * (len(found) - 1),
+            state="serving" if any(health.state == "serving" for health in left) else "starting",
+            reissued=self._reissued + sum(health.reissued for health in found),
+            replicas=tuple(found),
+        )
+
+    async def close(self) -> None:
+        self._closed = True
+        await asyncio.gather(*(one.engine.close() for one in self.replicas), return_exceptions=True)

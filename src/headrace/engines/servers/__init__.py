@@ -1,0 +1,1 @@
+"""Servers that sample: started, watched and ended by Headrace, or somebody else's; and plain calls to them."""

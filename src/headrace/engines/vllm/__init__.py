@@ -1,0 +1,1 @@
+"""vLLM servers, which sample with the weights that are synced to them."""

@@ -1,0 +1,135 @@
+"""From a configuration to an engine of vLLM servers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headrace.config import RunConfig
+from headrace.engines.base import ModelHost, RolloutEngine, SamplingParams
+from headrace.engines.http import authorization
+from headrace.engines.placement import engine_threads
+from headrace.engines.pool import EnginePool
+from headrace.engines.servers.client import ServerClient
+from headrace.engines.servers.server import GivenServer, Server, StartedServer
+from headrace.engines.vllm.command import Launch
+from headrace.engines.vllm.engine import VllmEngine, VllmOptions
+from headrace.engines.vllm.factory import servers, transports
+from headrace.errors import ConfigError
+from headrace.models.catalog import resolve_model
+from headrace.utils.child_environment import expanded
+from headrace.weights.sender import ServerSender
+
+
+def build_engine(config: RunConfig, host: ModelHost) -> RolloutEngine:
+    """One engine per server; the sender is bound to where they are."""
+    if not isinstance(host.sender, ServerSender) or host.vocabulary is None:
+        raise ConfigError(
+            f'engine "vllm" needs a backend that sends to servers, got {type(host.sender).__name__}; return a '
+            f"ServerSender from the backend's host(), or set engine.name to another engine"
+        )
+    count = servers(config)
+    options = replace(_options(config, host), waits=count == 1)
+    engines = [_engine(config, options, host, number) for number in range(count)]
+    # with adapters, servers have several versions side by side, and all of them pin
+    engine = engines[0] if count == 1 else EnginePool(engines, pins_one=not config.model.lora.rank)
+    host.sender.bind(engine.endpoints)
+    return engine
+
+
+def _engine(config: RunConfig, options: VllmOptions, host: ModelHost, number: int) -> VllmEngine:
+    section = config.engine
+    made: list[Server] = []
+
+    def client() -> ServerClient:
+        headers = authorization(section.api_key_env) if section.urls else {}
+        return ServerClient(made[0].url, headers)
+
+    async def ask() -> None:
+        one = client()
+        try:
+            await one.get("/health", 5.0)
+        finally:
+            await one.close()
+
+    made.append(_server(config, options, number, ask))
+    return VllmEngine(made[0], client, options)
+
+
+def _server(config: RunConfig, options: VllmOptions, number: int, ask: Callable[[], Any]) -> Server:
+    section = config.engine
+    if section.urls:
+        return GivenServer(section.urls[number], ask, section.start_timeout_s)
+    launch = new_launch(config, options)
+    log = config.run.dir / config.run.name / "engines" / f"vllm_{number}.log"
+    name = f"vLLM server {number}"
+    return StartedServer(name, launch.command, launch.environment(), log, ask, section.start_timeout_s)
+
+
+def new_launch(config: RunConfig, options: VllmOptions) -> Launch:
+    """How the servers of a run are started."""
+    section = config.engine
+    cpu = {} if torch.cuda.is_available() else _CPU | {k: v for k, v in os.environ.items() if k in _CPU}
+    return Launch(
+        python=_python(section.python),
+        model=str(resolve_model(config.model.name)),
+        dtype=config.model.dtype,
+        transport=options.transport,
+        max_length=options.max_model_length + 1,  # scoring a row samples one token behind it
+        max_batch=section.max_batch,
+        prefill_tokens=section.prefill_tokens,
+        sleeps=options.sleeps,
+        threads=engine_threads(config) if cpu else section.threads,
+        lora_rank=config.model.lora.rank,
+        arguments=(*(("--enforce-eager",) if cpu else ()), *section.server_args),
+        variables={**cpu, **expanded(section.server_env, "engine.server_env")},
+    )
+
+
+_CPU = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
+
+def _python(given: str | None) -> str | None:
+    if given is None:
+        return None
+    path = Path(given).expanduser()
+    if os.sep in given and not path.exists():
+        raise ConfigError(f'engine.python = "{given}" is not there; name the interpreter of an environment with vLLM')
+    return str(path)
+
+
+def _options(config: RunConfig, host: ModelHost) -> VllmOptions:
+    section, tokenizer = config.engine, host.tokenizer
+    return VllmOptions(
+        vocabulary=host.vocabulary or len(tokenizer),
+        max_model_length=_length(section.max_model_length, host.max_length),
+        eos_ids=host.eos_ids,
+        detokenize=lambda ids: tokenizer.decode(list(ids), skip_special_tokens=True),
+        defaults=SamplingParams(max_tokens=config.rollout.max_tokens),
+        max_batch=section.max_batch,
+        recompute=section.cache_on_publish == "recompute",
+        sleeps=config.trainer.placement == "colocate",
+        transport=transports(config)[0],
+        health_every_s=section.health_every_s,
+    )
+
+
+def _length(wanted: int | None, longest: int | None) -> int:
+    """One less than the model reads: scoring a row samples a token behind it, which must fit as well."""
+    if wanted is None and longest is None:
+        raise ConfigError("the backend does not say how much the model reads; set engine.max_model_length")
+    most = (longest or MOST) - 1
+    if wanted is not None and wanted > most:
+        raise ConfigError(
+            f"engine.max_model_length is {wanted}, but vLLM can use no more than {most} of the {longest} tokens that "
+            f"the model reads; lower it, or leave it out to take the model's limit"
+        )
+    return wanted or most
+
+
+MOST = 1 << 30

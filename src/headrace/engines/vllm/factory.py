@@ -1,0 +1,65 @@
+"""Engine "vllm": samples on vLLM servers, which Headrace starts or which run already."""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+import torch
+
+from headrace.config import RunConfig
+from headrace.engines.base import EngineAbilities, ModelHost, RolloutEngine
+from headrace.errors import ConfigError
+from headrace.utils.loopback import is_loopback
+
+
+class VllmEngines:
+    """Makes a `VllmEngine`, or a pool of them."""
+
+    def abilities(self, config: RunConfig) -> EngineAbilities:
+        lora = bool(config.model.lora.rank)
+        return EngineAbilities(
+            transports=transports(config),
+            exact_seeds=False,  # tokens near a tie depend on what else is in the batch
+            pins=lora or servers(config) > 1,  # adapters are served side by side; of several servers, one is kept back
+            digests=False,
+            pauses_to_sync=not lora,
+            model_logprobs=False,
+            cache_on_sync=("keep",) if lora else ("keep", "recompute"),
+            in_flight=not lora,
+        )
+
+    def __call__(self, config: RunConfig, host: ModelHost) -> RolloutEngine:
+        from headrace.engines.vllm.build import build_engine
+
+        return build_engine(config, host)
+
+
+vllm_engine = VllmEngines()
+
+
+def servers(config: RunConfig) -> int:
+    """How many servers sample."""
+    return len(config.engine.urls) or config.engine.replicas
+
+
+def transports(config: RunConfig) -> tuple[str, ...]:
+    """How weights can travel, the preferred way first."""
+    asked, lora = config.engine.transport, bool(config.model.lora.rank)
+    if asked == "adapter" and not lora:
+        raise ConfigError(
+            'engine.transport = "adapter" sends LoRA adapters, and model.lora.rank is 0; set model.lora.rank, or leave '
+            "engine.transport out"
+        )
+    if lora:
+        if asked not in (None, "adapter"):
+            raise ConfigError(
+                f'engine.transport = "{asked}" sends all weights, and model.lora.rank = {config.model.lora.rank} '
+                f'trains only adapters; leave engine.transport out, or set it to "adapter"'
+            )
+        return ("adapter",)
+    if asked:
+        return (asked,)
+    if torch.cuda.is_available():
+        return ("ipc",) if config.trainer.placement == "colocate" else ("nccl",)
+    local = all(is_loopback(urlsplit(url).hostname or "") for url in config.engine.urls)
+    return ("file", "gloo") if local else ("gloo",)

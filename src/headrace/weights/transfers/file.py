@@ -1,0 +1,111 @@
+"""Transport "file": tensors in a file in memory that learner and servers have mapped. For one machine."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from headrace.utils.bulk_copy import bulk_map
+from headrace.weights.base import Endpoint, TensorInfo, TensorStream
+from headrace.weights.control import control
+from headrace.weights.transfers.receipts import compare_receipts
+from headrace.weights.vllm_plugin.headrace_vllm.checksum import checksum
+
+_ALIGNMENT = 64
+_CHUNK = 1 << 28
+_NOTHING = 0
+
+
+class FileTransfer:
+    """Writes the tensors once, whatever the number of servers. A restarted server takes them from the same file."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        memory = Path("/dev/shm")
+        self._folder = folder or (memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir()))
+        self._path: Path | None = None
+        self._map: mmap.mmap | None = None
+        self._endpoints: list[Endpoint] = []
+        self._joined: set[Endpoint] = set()
+
+    def open(self, endpoints: Sequence[Endpoint], rank: int = 0) -> None:
+        self._endpoints = list(endpoints)
+        for endpoint in self._endpoints:
+            if rank == 0 and endpoint not in self._joined:
+                control(endpoint).join({})
+        self._joined = set(self._endpoints)
+
+    def send(self, source: TensorStream, version: int) -> str | None:
+        infos = source.infos()
+        starts, size = _layout(infos)
+        workers = [endpoint.world_size for endpoint in self._endpoints]
+        content = self._content(size + sum(workers) * len(infos) * 8)
+        sums = _write(content, source, starts)
+        receipts = content[size:].view(np.int64).reshape(sum(workers), len(infos))
+        receipts[:] = _NOTHING
+        update = {
+            "path": str(self._path),
+            "size": len(content),
+            "names": [info.name for info in infos],
+            "dtype_names": [info.dtype for info in infos],
+            "shapes": [list(info.shape) for info in infos],
+            "starts": starts,
+        }
+        before = np.cumsum([0, *workers])
+        with ThreadPoolExecutor(max(1, len(self._endpoints))) as threads:
+            asked = [
+                threads.submit(control(endpoint).receive, {**update, "receipts": int(size + first * len(infos) * 8)})
+                for endpoint, first in zip(self._endpoints, before, strict=False)
+            ]
+        for one in asked:
+            one.result()
+        digest = None
+        for number, endpoint in enumerate(self._endpoints):
+            for row in receipts[before[number] : before[number + 1]]:
+                digest = compare_receipts(update["names"], sums, row.tolist(), endpoint.url)
+        return digest
+
+    def close(self) -> None:
+        if self._path is not None:
+            with suppress(OSError):
+                self._path.unlink()
+        self._path = self._map = None
+
+    def _content(self, size: int) -> np.ndarray:
+        if self._map is None or len(self._map) != size:
+            self.close()
+            file, name = tempfile.mkstemp(prefix="headrace-weights-", dir=self._folder)
+            self._path = Path(name)
+            os.ftruncate(file, size)
+            self._map = mmap.mmap(file, size)
+            os.close(file)
+        return np.frombuffer(self._map, dtype=np.uint8)
+
+
+def _layout(infos: Sequence[TensorInfo]) -> tuple[list[int], int]:
+    starts, end = [], 0
+    for info in infos:
+        starts.append(end)
+        end += -(-info.nbytes // _ALIGNMENT) * _ALIGNMENT
+    return starts, end
+
+
+def _write(content: np.ndarray, source: TensorStream, starts: Sequence[int]) -> list[int]:
+    """Copy every tensor to its place; the checksums of the tensors, not of the copies."""
+    done = 0
+    sums: list[int] = []
+    for chunk in source.chunks(_CHUNK):
+        flat = [tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8) for _, tensor in chunk]
+        targets = [content[start : start + len(one)] for start, one in zip(starts[done:], flat, strict=False)]
+        pairs = [(target, one.numpy()) for target, one in zip(targets, flat, strict=True)]
+        bulk_map(lambda pair: np.copyto(*pair), pairs, sum(len(one) for one in flat))
+        sums += bulk_map(checksum, flat, sum(len(one) for one in flat))
+        done += len(chunk)
+    return sums
