@@ -136,6 +136,7 @@ _EXTRA_OF_PACKAGE = {
     "uvicorn": "gateway",
     "google": "serve",  # protobuf
     "tinker": "tinker",
+    "ray": "ray",
 }
 
 _FACTS = "headrace.algorithms.facts"

@@ -161,6 +161,7 @@ VALUES: dict[str, Any] = {
     "engine.urls": ["http://127.0.0.1:8001"], "cluster.address": "auto", "launch.slurm.options": ["--exclusive"],
     "launch.k8s.mount": "/data", "launch.ray.address": "http://head:8265",
     "cluster.learner": {"GPU": 1}, "cluster.judger": {"CPU": 2}, "launch.hours": 3,
+    "cluster.labels": {"pool": "a"}, "launch.k8s.node_selector": {"pool": "a"},
 }  # fmt: skip
 """Values for settings whose type does not say enough."""
 

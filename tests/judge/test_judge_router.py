@@ -103,7 +103,7 @@ def test_routes_are_checked_at_the_start(routes: dict[str, Any], problem: str) -
 
 def judger_of(sections: dict[str, Any]) -> Judger | None:
     config = build_config(sections)
-    return configured_judger(config.workflow, config.judge)
+    return configured_judger(config)
 
 
 def test_a_run_has_either_routes_or_one_judger() -> None:

@@ -141,6 +141,33 @@ def test_a_second_signal_aborts_at_once(tmp_path: Path, start: Start, number: si
     assert process.returncode == 130 and "aborted" in err and "Traceback" not in err, err
 
 
+def test_a_step_that_waits_longer_than_the_grace_period_is_given_up_and_the_run_resumes(
+    tmp_path: Path, start: Start
+) -> None:
+    process = start("--run.grace_s", "0.5", workflow="hanging")
+    wait_for(lambda: len(steps(tmp_path)) >= 2, process)
+    (tmp_path / "hang").touch()
+    assert process.stdout is not None and process.stdout.readline() == "hangs\n"
+    os.killpg(process.pid, signal.SIGTERM)
+    began = time.monotonic()
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130 and "Traceback" not in err, err
+    assert 0.4 < time.monotonic() - began < 15  # of 600 that the step would take
+    assert "run.grace_s = 0.5 s are over" in (tmp_path / "r" / "log.txt").read_text()
+    made = steps(tmp_path)
+    assert [step_of(folder) for folder in list_checkpoints(tmp_path / "r")] == made[-1:]
+    (tmp_path / "hang").unlink()
+    again = start(workflow="hanging")
+    wait_for(lambda: steps(tmp_path)[-1] >= made[-1] + 2, again)
+    again.kill()
+    again.communicate()
+    assert steps(tmp_path) == list(range(1, steps(tmp_path)[-1] + 1))
+    last = json.loads((tmp_path / "r" / "metrics.jsonl").read_text().splitlines()[-1])
+    ends = ("trained", "filtered", "failed", "stale", "pending")
+    assert last["episodes/dispatched"] == sum(last[f"episodes/{end}"] for end in ends)
+    assert last["episodes/failed"] == 0 and last["episodes/trained"] + last["episodes/filtered"] >= 6 * last["step"]
+
+
 def test_a_run_is_saved_by_time_and_a_kill_costs_no_more(tmp_path: Path, start: Start) -> None:
     process = start("--trainer.save_every_s", "0.3")
     wait_for(lambda: len(list_checkpoints(tmp_path / "r")) >= 2, process)

@@ -117,6 +117,15 @@ class Snapshots(Protocol):
 
 
 @runtime_checkable
+class ComesBack(Protocol):
+    """What a backend may also do: recover by itself from the loss of a part, by the newest checkpoint."""
+
+    def saved(self, folder: Path) -> None:
+        """What `save` wrote last, or a snapshot, is sealed and at `folder` now. Called on any thread."""
+        ...
+
+
+@runtime_checkable
 class SaysNumerics(Protocol):
     """What a backend may also do: say what the bits of its results depend on, apart from the configuration."""
 

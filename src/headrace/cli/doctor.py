@@ -30,6 +30,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "math": ("math-verify",),
     "datasets": ("datasets",),
     "reasoning-gym": ("reasoning-gym",),
+    "ray": ("ray",),
 }
 _NEEDED_EXTRA = "local"
 _GIB = 2**30

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from cyclopts import App, CycloptsError
 
 from headrace.cli.algorithms import algorithms
+from headrace.cli.cluster import cluster_app
 from headrace.cli.compare import compare
 from headrace.cli.data import data_app
 from headrace.cli.doctor import doctor
@@ -111,6 +112,7 @@ app.command(view, name="view", help_epilogue=examples("headrace view", "headrace
 app.command(replay, name="replay", help_epilogue=examples("headrace replay runs/countdown --until 5"))
 app.command(algorithms, name="algorithms", help_epilogue=examples("headrace algorithms"))
 app.command(doctor, name="doctor", help_epilogue=examples("headrace doctor"))
+app.command(cluster_app)
 app.command(data_app)
 app.command(model_app)
 app.command(serve_app)

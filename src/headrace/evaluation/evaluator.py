@@ -68,7 +68,7 @@ class Evaluator:
         tasks of sets, and metric functions beside those that `eval.metrics` names."""
         configure_gateway(config.gateway)
         run = run_function(config.workflow, workflow)
-        judge = configured_judger(config.workflow, config.judge, judger)
+        judge = configured_judger(config, judger)
         plan = EvaluationPlan.from_config(config, run, judge, evaluation_sets(config, tasks), metrics)
         return cls.from_plan(config, plan, engine, ChatTemplate(tokenizer))
 

@@ -13,8 +13,8 @@ from headrace.data.sources import load_source
 from headrace.data.task import Task
 from headrace.data.training import HOLDOUT, TrainingData, load_evaluation, load_training, warn_of_bad_rows
 from headrace.errors import ConfigError
-from headrace.judge.base import Judger, as_judger
-from headrace.judge.router import GuardedJudger
+from headrace.judge.base import Judger
+from headrace.judge.router import named_judger
 from headrace.registry import nearest, resolve
 from headrace.rollout.workflow import RunFunction, as_run_function, preference, single_turn
 
@@ -71,7 +71,7 @@ def _own_way(config: EvaluatorConfig, section: EvalSet, usual: Way) -> Way:
     if section.workflow:
         run = as_run_function(resolve("workflow", section.workflow), section.workflow_args)
     if section.judger:
-        judge = GuardedJudger(as_judger(resolve("judger", section.judger), section.judger_args), config.judge)
+        judge = named_judger(config, section.judger, section.judger_args)
     return Way(run, judge)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from headrace.backends.base import Backend
 from headrace.backends.setup import Choice, Policy, attach_engine, choose
-from headrace.config import RunConfig
+from headrace.config import BackendSection, RunConfig
 from headrace.config.names import EVALUATION, check_names
 from headrace.data.task import Message
 from headrace.engines.base import RolloutEngine, SamplingParams
@@ -42,14 +42,17 @@ def in_this_process(config: RunConfig) -> RunConfig:
     """The same with a colocated engine, for what needs none of its own."""
     trainer = config.trainer.model_copy(update={"placement": "colocate", "release_cache": None})
     engine = config.engine.model_copy(update={"threads": 0})
-    return config.model_copy(update={"trainer": trainer, "engine": engine})
+    backend = config.backend
+    if backend.name == "fsdp":  # whose checkpoints the local backend reads
+        backend = BackendSection(**backend.model_dump(include={"micro_batch_tokens", "logits_chunk", "threads"}))
+    return config.model_copy(update={"trainer": trainer, "engine": engine, "backend": backend})
 
 
 def assemble_evaluation(config: RunConfig) -> EvaluationParts:
     """Build what evaluating takes, and nothing that only training needs: the engine stays in this process."""
     config = in_this_process(config)
     check_names(config, keys=EVALUATION)
-    run, judge = run_function(config.workflow), configured_judger(config.workflow, config.judge)
+    run, judge = run_function(config.workflow), configured_judger(config)
     choice = choose(config)
     return evaluation_parts(config, run, judge, evaluation_sets(config), choice)
 
@@ -88,7 +91,7 @@ def evaluation_parts(
 def assemble_remote_evaluation(config: RunConfig, client: Client) -> Evaluator:
     """What evaluating a model behind a URL takes: no backend, no engine, no tokenizer."""
     check_names(config, keys=EVALUATION)
-    run, judge = run_function(config.workflow), configured_judger(config.workflow, config.judge)
+    run, judge = run_function(config.workflow), configured_judger(config)
     plan = EvaluationPlan.from_config(config, run, judge, evaluation_sets(config))
 
     async def ask(messages: Sequence[Message], params: SamplingParams, seed: int) -> str:

@@ -52,6 +52,11 @@ class Judger(ABC):
         """What its verdicts are recorded under."""
         return type(self).__name__
 
+    @property
+    def asks_policy(self) -> bool:
+        """Whether it needs the run's own model (`use_policy`), which is in the trainer's process."""
+        return False
+
     def check_task(self, task: Task) -> None:  # noqa: B027  # most judgers take any task
         """DataError for a task that cannot be judged; asked of every task before the run starts."""
 

@@ -39,6 +39,10 @@ class Holder(Judger):
         for judger in self.held():
             judger.check_task(task)
 
+    @property
+    def asks_policy(self) -> bool:
+        return any(judger.asks_policy for judger in self.held())
+
     async def close(self) -> None:
         """Close those that hold something, once: training and evaluation share them."""
         held, self._closed = [] if self._closed else self.held(), True

@@ -83,6 +83,10 @@ class LLMJudger(Judger):
             self._client = new_client(url, model, api_key_env, timeout_s=timeout_s, max_concurrent=max_concurrent)
             self._ask = self._ask_url
 
+    @property
+    def asks_policy(self) -> bool:
+        return self._client is None
+
     def use_policy(self, ask: Ask) -> None:
         """Lend it the run's own model, which it asks if it has no URL."""
         if self._client is None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
-from headrace.config import JudgeSection, WorkflowSection
+from headrace.config import AgentConfig
 from headrace.data.episode import Episode
 from headrace.data.task import Task
 from headrace.errors import ConfigError, DeadlineError, is_infrastructure
 from headrace.judge.base import JudgeError, Judger, Verdict, as_judger, ends_the_run
 from headrace.judge.compose import Holder, make_judger
-from headrace.registry import nearest, resolve
+from headrace.registry import load_object, nearest, resolve
 from headrace.utils.deadline import Call
 
 log = logging.getLogger("headrace")
@@ -133,17 +135,31 @@ class GuardedJudger(Holder):
         return [self.judger]
 
 
-def configured_judger(workflow: WorkflowSection, judge: JudgeSection, given: Any = None) -> Judger | None:
-    """The judger that is `given` or named, under the rules of `[judge]`; None if there is none."""
-    name, routes = workflow.judger, judge.routes
+def configured_judger(config: AgentConfig, given: Any = None) -> Judger | None:
+    """The judger that is `given` or named, where and as `[judge]` says; None if there is none."""
+    name, routes = config.workflow.judger, config.judge.routes
     if name and routes:
         raise ConfigError(f'both workflow.judger ("{name}") and judge.routes are set; keep one of them')
     if given is not None:
-        found = as_judger(given, {})
-    elif routes:
-        found = Router(routes)
-    elif name:
-        found = as_judger(resolve("judger", name), workflow.judger_args)
-    else:
-        return None
-    return GuardedJudger(found, judge)
+        return placed_judger(config, partial(as_judger, given, {}))
+    if routes:
+        return placed_judger(config, partial(Router, routes))
+    return named_judger(config, name, config.workflow.judger_args) if name else None
+
+
+def named_judger(config: AgentConfig, name: str, args: dict[str, Any]) -> GuardedJudger:
+    """A judger by its name, where and as `[judge]` says."""
+    return placed_judger(config, partial(_by_name, name, args))
+
+
+def placed_judger(config: AgentConfig, recipe: Callable[[], Judger]) -> GuardedJudger:
+    """The judger that `recipe` makes, in this process or in actors, under the rules of `[judge]`."""
+    judge = config.judge
+    if judge.placement == "local":
+        return GuardedJudger(recipe(), judge)
+    new = load_object("headrace.judge.ray:RayJudger")
+    return GuardedJudger(new(recipe, judge.actors, judge.concurrency, config.cluster), judge)
+
+
+def _by_name(name: str, args: dict[str, Any]) -> Judger:
+    return as_judger(resolve("judger", name), args)

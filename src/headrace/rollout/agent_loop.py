@@ -98,7 +98,7 @@ class AgentLoop:
         """The loop that a config describes. Workflow and judger may be given as objects instead of names."""
         configure_gateway(config.gateway)
         run = run_function(config.workflow, workflow)
-        judge = configured_judger(config.workflow, config.judge, judger)
+        judge = configured_judger(config, judger)
         return local_loop(config.rollout, run, judge, engine, ChatTemplate(tokenizer), training=training)
 
     async def roll_out_tasks(

@@ -100,6 +100,8 @@ class CheckpointWriter:
                 (beside / name).write_text(text)
             manifest.seal(beside, step=step_of(target))
             put_in_place(beside, target)
+        if saved := getattr(self._backend, "saved", None):  # before an older one, which it may need, is deleted
+            saved(target)
         self._delete_all_but(keep)
 
     def _delete_all_but(self, keep: Callable[[list[int]], set[int]]) -> None:

@@ -81,7 +81,7 @@ class AgentLoopManager:
         """
         configure_gateway(config.gateway)
         run = run_function(config.workflow, workflow)
-        judge = configured_judger(config.workflow, config.judge, judger)
+        judge = configured_judger(config, judger)
         data = load_training(config.data, tasks)
         warn_of_bad_rows(data, "the training tasks")
         sampler = make_sampler(config.data, config.fresh_groups, config.run.seed, data)

@@ -9,9 +9,9 @@ two take turns: that is synchronous training. Above 0, generation continues whil
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Coroutine
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeVar
 
 from headrace.config import RunConfig
 from headrace.errors import DataError, EngineError
@@ -22,6 +22,13 @@ from headrace.trainer.recovery import learn_recorded, other_weights
 from headrace.trainer.setup import Run, batches_left
 from headrace.utils import memory
 from headrace.weights.base import SyncedWeights
+
+T = TypeVar("T")
+_LOOK_EVERY_S = 0.2
+
+
+class _GraceOverError(Exception):
+    """The run is to stop, and its step waited for too long."""
 
 
 class TrainingLoops:
@@ -78,7 +85,11 @@ class TrainingLoops:
                 epoch = batch.epoch
                 await callbacks.call("on_epoch_start", epoch)
             await callbacks.call("on_batch_start", self.step)
-            await self._make_step(batch)
+            try:
+                await self._make_step(batch)
+            except _GraceOverError:  # nothing was changed: the groups of the step stay unfinished, and are recorded
+                self.report(f"step {self.step + 1} is given up: run.grace_s = {self.config.run.grace_s:g} s are over")
+                return
         if epoch is not None:
             await callbacks.call("on_epoch_end", epoch)
 
@@ -94,7 +105,8 @@ class TrainingLoops:
             lambda: f"{step}: {len(run.buffer)} of {batch.size} groups complete, {run.coordinator.in_flight} under way"
         )
         async with aclosing(run.manager.gather(batch.size, self.step)) as gathered:
-            async for some, again in gathered:
+            while (piece := await self._within_grace(anext(gathered, None))) is not None:
+                some, again = piece
                 pieces.append(some)
                 if run.releases_cache:
                     await self._release_cache()
@@ -114,6 +126,20 @@ class TrainingLoops:
         else:
             self._skip(fresh)
         self._begin_next()
+
+    async def _within_grace(self, work: Awaitable[T]) -> T:
+        """Await; when the run is to stop and its grace period is over, cancel the work instead."""
+        grace_s, waiting = self.config.run.grace_s, asyncio.ensure_future(work)
+        try:
+            while not waiting.done():
+                if grace_s is not None and self._run.stop.seconds_ago() >= grace_s:
+                    raise _GraceOverError
+                await asyncio.wait({waiting}, timeout=None if grace_s is None else _LOOK_EVERY_S)
+            return waiting.result()
+        finally:
+            if not waiting.done():
+                waiting.cancel()
+                await asyncio.wait({waiting})
 
     async def _replay(self) -> None:
         """Repeat the steps that were recorded after the checkpoint: from the record, with nothing generated."""

@@ -6,6 +6,7 @@ Every name is looked up, and every object built, before the loops start; nothing
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import asdict, dataclass
@@ -16,7 +17,7 @@ from headrace.algorithms.objectives import Objective, demonstration_sampler
 from headrace.backends.base import Backend, SaysNumerics
 from headrace.backends.setup import choose
 from headrace.config import RunConfig
-from headrace.config.derived import chosen, on_servers, samples_as_learned
+from headrace.config.derived import chosen, on_servers, samples_as_learned, uses_ray
 from headrace.config.names import check_names
 from headrace.config.rules import check_declared
 from headrace.data.sampler import TaskSampler
@@ -27,7 +28,7 @@ from headrace.evaluation.evaluator import Evaluator
 from headrace.evaluation.plan import Tasks, check_tasks, evaluation_sets
 from headrace.evaluation.setup import evaluation_parts
 from headrace.judge.router import configured_judger
-from headrace.registry import resolve
+from headrace.registry import load_object, resolve
 from headrace.rollout.agent_loop import AgentLoop, close_all, start_workflows
 from headrace.rollout.gateway import close_gateway
 from headrace.rollout.store import StoredValues, Values
@@ -86,11 +87,19 @@ class StopRequest:
     """Whether the run is to stop after the current step."""
 
     def __init__(self) -> None:
-        self.requested = False
+        self._since: float | None = None
+
+    @property
+    def requested(self) -> bool:
+        return self._since is not None
 
     def request(self) -> None:
         """Finish the current step, save, and end."""
-        self.requested = True
+        self._since = time.monotonic() if self._since is None else self._since
+
+    def seconds_ago(self) -> float:
+        """Since it was requested; below 0 if it was not."""
+        return -1.0 if self._since is None else time.monotonic() - self._since
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +129,7 @@ def assemble(
     given = given or UserObjects()
     check_names(config, given.objects())
     run = run_function(config.workflow, given.workflow)
-    judge = configured_judger(config.workflow, config.judge, given.judger)
+    judge = configured_judger(config, given.judger)
     for name in chosen(config.algorithm, "estimator"):
         resolve("estimator", name)
     if config.workflow.grouping:
@@ -156,6 +165,13 @@ def assemble(
 
     objective: Objective = new_objective(config, parts.backend, parts.chat, demonstrations, policy)
     return RunParts(parts.backend, parts.engine, parts.sync, sampler, new_loop, parts.evaluator, objective, policy)
+
+
+def placements(config: RunConfig) -> list[str]:
+    """What was placed where on the cluster; nothing for a run on one machine."""
+    if not uses_ray(config):
+        return []
+    return [placed.describe() for placed in load_object("headrace.cluster.placement:open_placements")()]
 
 
 def numerics_of(config: RunConfig) -> dict[str, str]:
@@ -248,6 +264,8 @@ async def open_run(
         trackers.message(f"loading {config.model.name} for the run in {folder}")
         values = held.enter_context(closing(StoredValues(folder / "store.sqlite")))
         parts = await run_in_thread(assemble, config, given, values, report=trackers.progress)
+        for line in placements(config):
+            trackers.message(line)
         held.push_async_callback(lambda: parts.backend.close())
         held.push_async_callback(close_gateway)
         held.push_async_callback(lambda: parts.engine.close())

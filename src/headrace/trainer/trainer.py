@@ -124,7 +124,9 @@ class UnifiedTrainer:
     def _interrupted(self) -> None:
         if self._loops is not None and self._loops.has_work:
             self.stop()
-            self._loops.report("stopping after this step; a second Ctrl-C or SIGTERM aborts at once")
+            grace_s = self.config.run.grace_s
+            wait = "" if grace_s is None else f", or without it if it waits for rollouts {grace_s:g} s from now"
+            self._loops.report(f"stopping after this step{wait}; a second Ctrl-C or SIGTERM aborts at once")
         elif self._fitting is not None:  # nothing is trained yet: there is nothing to save
             self._interrupted_early = True
             self._fitting.cancel()

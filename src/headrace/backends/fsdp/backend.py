@@ -99,6 +99,13 @@ class FsdpBackend:
 
 def _check_ranks(config: RunConfig) -> None:
     section, size = config.backend, rank_count(config)
+    if config.cluster.address and section.ranks == "auto" and config.run.deterministic:
+        raise ConfigError(
+            'backend.ranks = "auto" takes as many ranks as the cluster has room for, and run.deterministic = true '
+            "needs the same number always; set backend.ranks to a number"
+        )
+    if config.cluster.address and section.ranks == "auto":
+        size = section.shard or size  # a multiple is chosen
     if section.shard and (section.shard > size or size % section.shard):
         raise ConfigError(
             f"backend.shard = {section.shard} ranks hold the model between them, and backend.ranks = {size} is no "

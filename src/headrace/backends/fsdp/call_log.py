@@ -28,7 +28,7 @@ class CallLog:
     def __init__(self) -> None:
         self.checkpoint: Path | None = None
         """Where replaying begins; None: at the model as the run began."""
-        self._file: IO[bytes] = tempfile.TemporaryFile(prefix="headrace-calls-")
+        self._file = _unnamed_file()
         self._marked = 0
 
     def append(self, method: str, *arguments: Any) -> None:
@@ -50,7 +50,7 @@ class CallLog:
     def restart(self, folder: Path | None) -> None:
         """A checkpoint was loaded: what came before it does not matter any more."""
         self._file.close()
-        self._file = tempfile.TemporaryFile(prefix="headrace-calls-")
+        self._file = _unnamed_file()
         self.checkpoint, self._marked = folder, 0
 
     def __iter__(self) -> Iterator[Logged]:
@@ -65,3 +65,7 @@ class CallLog:
     def close(self) -> None:
         """Forget all."""
         self._file.close()
+
+
+def _unnamed_file() -> IO[bytes]:
+    return tempfile.TemporaryFile(prefix="headrace-calls-")

@@ -34,7 +34,7 @@ class LearnerGroup:
         self.restarts = 0
         self.ranks = self._started()
 
-    # ---- what the ranks do together -----------------------------------------------------------------------------------
+    # ---- what the ranks do together --------------------------------------------------------------------------------
 
     def forward_backward(self, batch: TrainBatch, algorithm: AlgorithmSection) -> Trained:
         """Spread the batch, and merge what the ranks found. What is wrong with it is found here, not on some rank."""
@@ -96,7 +96,7 @@ class LearnerGroup:
         self.ranks.kill()
         self._log.close()
 
-    # ---- the loss of a rank -------------------------------------------------------------------------------------------
+    # ---- the loss of a rank ----------------------------------------------------------------------------------------
 
     def _logged(self, method: str, *arguments: Any) -> Any:
         """A call that changes the ranks' state. It is logged once it is done: one that fails is made again."""
@@ -149,7 +149,7 @@ class LearnerGroup:
             raise
         return ranks
 
-    # ---- one call -----------------------------------------------------------------------------------------------------
+    # ---- one call --------------------------------------------------------------------------------------------------
 
     def _learn(self, batch: TrainBatch, algorithm: AlgorithmSection) -> Trained:
         shares = shares_of(batch, self.ranks.size, self._budget)

@@ -12,6 +12,7 @@ from headrace.backends.ranks.pipes import PipeRanks
 from headrace.backends.ranks.thread import ThreadRank
 from headrace.config import RunConfig
 from headrace.engines.placement import learner_threads
+from headrace.registry import load_object
 
 _RANK = "headrace.backends.fsdp.rank:FsdpRank"
 
@@ -24,14 +25,21 @@ def rank_count(config: RunConfig) -> int:
 
 
 def new_ranks(config: RunConfig) -> Ranks:
-    """Ranks that are not started yet. One alone runs on a thread of this process; several are processes."""
+    """Ranks that are not started yet: Ray actors where there is a cluster; else processes, or one on a thread here."""
+    if config.cluster.address:
+        return load_object("headrace.backends.fsdp.on_ray:ray_ranks")(config)
     size = rank_count(config)
     threads = rank_threads(config, size)
-    backend = config.backend.model_copy(update={"threads": threads})
-    program = Program(_RANK, (config.model_copy(update={"backend": backend}), config.backend.rank_timeout_s))
+    program = rank_program(config, threads)
     if size == 1:
         return ThreadRank(program)
     return PipeRanks(program, size, config.backend.rank_timeout_s, [environment(rank, threads) for rank in range(size)])
+
+
+def rank_program(config: RunConfig, threads: int) -> Program:
+    """What every rank runs, with its share of the threads."""
+    backend = config.backend.model_copy(update={"threads": threads})
+    return Program(_RANK, (config.model_copy(update={"backend": backend}), config.backend.rank_timeout_s))
 
 
 def rank_threads(config: RunConfig, size: int) -> int:
@@ -44,7 +52,7 @@ def rank_threads(config: RunConfig, size: int) -> int:
 
 def environment(rank: int, threads: int) -> dict[str, str]:
     """Of a rank's process. It sees one GPU; processes that share cores must not wait for each other awake."""
-    found = {"OMP_NUM_THREADS": str(max(1, threads)), "OMP_WAIT_POLICY": "PASSIVE", "HEADRACE_RANK": str(rank)}
+    found = {"OMP_NUM_THREADS": str(max(1, threads)), "OMP_WAIT_POLICY": "PASSIVE"}
     if torch.cuda.is_available():
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         devices: list[Any] = visible.split(",") if visible else list(range(torch.cuda.device_count()))

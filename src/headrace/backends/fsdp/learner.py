@@ -48,7 +48,7 @@ class RankLearner(Learner):
         self._diverged: DivergedError | None = None
         super().__init__(config)
 
-    # ---- calls with a share -----------------------------------------------------------------------------------------
+    # ---- calls with a share ----------------------------------------------------------------------------------------
 
     def learn_share(self, share: Share, algorithm: AlgorithmSection) -> Trained:
         """Add the gradient of a share; all ranks run equally many passes."""
@@ -86,7 +86,7 @@ class RankLearner(Learner):
         batch, passes = self._padded(share)
         return self._inside(lambda: self.values(TrainBatch(batch.samples, batch.weights, passes, 0)))[: len(share.rows)]
 
-    # ---- weights and state ------------------------------------------------------------------------------------------
+    # ---- weights and state -----------------------------------------------------------------------------------------
 
     def gathered(self) -> GatheredWeights:
         """The trained weights as a weight sync sends them; gathering them is collective."""
@@ -129,7 +129,7 @@ class RankLearner(Learner):
         found = {name: full(p.grad) for name, p in self.modules().named_parameters() if p.grad is not None}
         return found if self.rank == 0 else {}
 
-    # ---- how the local learner's parts are replaced -------------------------------------------------------------------
+    # ---- how the local learner's parts are replaced ----------------------------------------------------------------
 
     def _load_model(self) -> Any:
         if self._forward_dtype == torch.bfloat16:
@@ -170,7 +170,7 @@ class RankLearner(Learner):
         except DivergedError as error:
             self._diverged = self._diverged or error  # raised when the others need this rank no more
 
-    # ---- within -------------------------------------------------------------------------------------------------------
+    # ---- within ----------------------------------------------------------------------------------------------------
 
     def _inside(self, function: Callable[[], T]) -> T:
         """Where parameters are complete."""

@@ -57,7 +57,7 @@ def shard_modules(
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-    as_fsdp(root).set_force_sum_reduction_for_comms(True)
+            module.set_force_sum_reduction_for_comms(True)  # gloo knows no sum that multiplies
 
 
 def as_fsdp(root: nn.Module) -> FSDPModule:

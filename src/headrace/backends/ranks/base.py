@@ -56,13 +56,3 @@ class Ranks(Protocol):
 
 class RanksLostError(BackendError):
     """A group of ranks is spent: one of them has died, failed alone, or hangs."""
-
-
-def hung(method: str, waiting: Sequence[int], size: int, timeout_s: float) -> RanksLostError:
-    """The error of a call that makes no progress any more."""
-    which = "no rank" if len(waiting) == size else f"rank {', '.join(map(str, waiting))} of {size}"
-    verb = "answered" if len(waiting) == size else "did not answer"
-    return RanksLostError(
-        f"{which} {verb} in {method} for {timeout_s:g} s, and all were ended; their stacks are in the log: look for the "
-        f"one that is elsewhere than the others. If a pass takes that long, raise backend.rank_timeout_s"
-    )

@@ -10,14 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from headrace.backends.ranks.base import Program, RanksLostError, hung
+from headrace.backends.ranks.answers import GRACE_S, START_S, silence, values
+from headrace.backends.ranks.base import Program, RanksLostError
 from headrace.backends.ranks.wire import Answer, Build, Call, Progress, receive, send
 from headrace.utils.worker_process import WorkerProcess, describe_exit
 
 _log = logging.getLogger("headrace")
-_GRACE_S = 10.0  # for the others to fail, too, once a rank has failed
 _STACKS_S = 1.0
-_START_S = 600.0
 _KEPT_LINES = 400
 Launch = Callable[[Mapping[str, str]], WorkerProcess]
 
@@ -49,10 +48,10 @@ class PipeRanks:
         program = self._program
         self._workers = [self._launch({**program.environment, **one}) for one in self._environments]
         builds = [Build(program.target, program.arguments, rank, self.size) for rank in range(self.size)]
-        self._exchange("start", dict(enumerate(builds)), max(self._timeout_s, _START_S))
+        self._exchange("start", dict(enumerate(builds)), max(self._timeout_s, START_S))
 
     def call(self, method: str, *per_rank: Sequence[Any]) -> list[Any]:
-        calls = {rank: Call(method, tuple(values[rank] for values in per_rank)) for rank in range(self.size)}
+        calls = {rank: Call(method, tuple(given[rank] for given in per_rank)) for rank in range(self.size)}
         found = self._exchange(method, calls, self._timeout_s)
         return [found[rank] for rank in range(self.size)]
 
@@ -72,7 +71,7 @@ class PipeRanks:
         for worker in workers:
             worker.end()
 
-    # ---- one call ---------------------------------------------------------------------------------------------------
+    # ---- one call --------------------------------------------------------------------------------------------------
 
     def _exchange(self, method: str, messages: Mapping[int, Any], timeout_s: float) -> dict[int, Any]:
         if not self._workers:
@@ -85,24 +84,23 @@ class PipeRanks:
                 with suppress(OSError):  # it has gone, which is found out below
                     send(connection, message)
             self._collect(method, selector, answers, timeout_s)
-        return self._values(method, answers)
+        try:
+            return values(method, self.size, answers)
+        except RanksLostError:
+            self.kill()
+            raise
 
     def _collect(
         self, method: str, selector: selectors.BaseSelector, answers: dict[int, Answer], timeout_s: float
     ) -> None:
         """Wait for all answers. Silence for too long, or the end of a process, ends the group."""
         allowed_s, last = timeout_s, time.monotonic()
-        while waiting := sorted(key.data for key in selector.get_map().values()):
+        while selector.get_map():
             ready = selector.select(max(0.0, last + allowed_s - time.monotonic()))
             if not ready:
-                failed = next((answer for answer in answers.values() if answer.error or answer.foreign), None)
                 self._log_stacks(method)
                 self.kill()
-                raise (
-                    RanksLostError(self._alone(method, failed))
-                    if failed
-                    else hung(method, waiting, self.size, timeout_s)
-                )
+                raise silence(method, self.size, answers, timeout_s)
             for key, _ in ready:
                 try:
                     message = receive(key.fileobj)  # type: ignore[arg-type]
@@ -114,22 +112,7 @@ class PipeRanks:
                 answers[key.data] = message
                 selector.unregister(key.fileobj)
                 if message.error or message.foreign:
-                    allowed_s, last = min(timeout_s, _GRACE_S), time.monotonic()
-
-    def _values(self, method: str, answers: Mapping[int, Answer]) -> dict[int, Any]:
-        for rank, answer in sorted(answers.items()):
-            if answer.foreign:  # what state it left the rank in, nobody knows
-                _log.error("rank %d: %s failed:\n%s", rank, method, answer.foreign)
-                self.kill()
-                raise RanksLostError(f"{method} failed on rank {rank} of {self.size}: {answer.foreign.splitlines()[0]}")
-        for _, answer in sorted(answers.items()):
-            if answer.error is not None:
-                raise answer.error
-        return {rank: answer.value for rank, answer in answers.items()}
-
-    def _alone(self, method: str, failed: Answer) -> str:
-        what = str(failed.error) if failed.error else failed.foreign.splitlines()[0]
-        return f"{method} failed on some of {self.size} ranks, while the others waited for them: {what}"
+                    allowed_s, last = min(timeout_s, GRACE_S), time.monotonic()
 
     def _died(self, method: str, rank: int) -> RanksLostError:
         worker = self._workers[rank]

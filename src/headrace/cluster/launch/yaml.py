@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 _PLAIN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*")
+_UNPRINTABLE = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
 _RESERVED = {"true", "false", "null", "yes", "no", "on", "off", "y", "n"}
 
 
@@ -26,7 +27,7 @@ def _lines(value: Any) -> Iterator[str]:
             yield f"- {inner[0]}"
             yield from (f"  {line}" for line in inner[1:])
     else:
-        yield json.dumps(value, ensure_ascii=False)
+        yield _scalar(value)
 
 
 def _item(key: str, value: Any, indent: str) -> Iterator[str]:
@@ -37,7 +38,7 @@ def _item(key: str, value: Any, indent: str) -> Iterator[str]:
         yield key
         yield from (f"{indent}{line}" for line in _lines(value))
     else:
-        yield f"{key} {json.dumps(value, ensure_ascii=False)}"
+        yield f"{key} {_scalar(value)}"
 
 
 def _is_block(text: str) -> bool:
@@ -55,4 +56,11 @@ def _is_block(text: str) -> bool:
 
 
 def _key(name: str) -> str:
-    return name if _PLAIN_KEY.fullmatch(name) and name.lower() not in _RESERVED else json.dumps(name)
+    return name if _PLAIN_KEY.fullmatch(name) and name.lower() not in _RESERVED else _scalar(name)
+
+
+def _scalar(value: Any) -> str:
+    """As JSON, but what YAML cannot contain as it is, is escaped; and 1e-05 is 1.0e-05, or it would be a text."""
+    if isinstance(value, float):
+        return re.sub(r"^(-?\d+)e", r"\1.0e", repr(value))
+    return _UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(value, ensure_ascii=False))

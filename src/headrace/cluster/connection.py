@@ -1,0 +1,71 @@
+"""The connection of this process to a Ray cluster: one, for all parts of a run."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import ray
+
+from headrace.config import ClusterSection
+from headrace.errors import ConfigError
+
+NAMESPACE = "headrace"
+
+
+def connect(cluster: ClusterSection) -> None:
+    """Join the cluster, or start one on this machine. Does nothing if this process is connected already."""
+    if ray.is_initialized():
+        return
+    if not cluster.address:
+        raise ConfigError('cluster.address is empty, so there is no cluster; set it to "auto", "local" or an address')
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # actors without GPUs keep the variables as set
+    with _signals_as_they_are(), _quiet():
+        try:
+            ray.init(
+                address=cluster.address,
+                namespace=NAMESPACE,
+                runtime_env=cluster.runtime_env or None,
+                include_dashboard=False if cluster.address == "local" else None,
+                log_to_driver=False,
+                logging_level=logging.WARNING,
+            )
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise ConfigError(
+                f'there is no Ray cluster at cluster.address = "{cluster.address}" ({_first_line(error)}); start one '
+                f'with `ray start --head`, or set cluster.address = "local"'
+            ) from error
+
+
+@contextmanager
+def _signals_as_they_are() -> Iterator[None]:
+    """Ray puts a handler of its own in place of ours, which saves the run."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """It warns that it leaves our signal handler alone where this is not the main thread."""
+    worker = logging.getLogger("ray._private.worker")
+    level = worker.level
+    worker.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        worker.setLevel(level)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
