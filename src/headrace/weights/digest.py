@@ -28,5 +28,6 @@ def fingerprint(given: Iterable[Tensor]) -> str:
 def _digest(weights: Sequence[Tensor]) -> bytes:
     digest = xxhash.xxh3_64()
     for weight in weights:
-        digest.update(weight.detach().contiguous().flatten().view(torch.uint8).numpy().data)
+        # on the host: what a device holds is read back, which proves that it is there
+        digest.update(weight.detach().contiguous().flatten().view(torch.uint8).cpu().numpy().data)
     return digest.digest()

@@ -64,12 +64,14 @@ class ProcessChild:
     SIGTERM is sent to all processes of a job, whatever their session: it does not listen to it, and ends with us.
     """
 
+    program: tuple[str, ...] = ("-m", "headrace.engines.process.worker")
+
     def __init__(self, options: EngineOptions, files: Sequence[int]) -> None:
         self.connection, theirs = socket.socketpair()
         inherited = (theirs.fileno(), *files)
         with stop_signals_blocked():
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "headrace.engines.process.worker", *map(str, inherited)],
+                [sys.executable, "-P", *self.program, *map(str, inherited)],
                 pass_fds=inherited,
                 env=os.environ | {"OMP_NUM_THREADS": str(options.threads)},
                 stdin=subprocess.DEVNULL,

@@ -39,7 +39,7 @@ class Lane:
         self._prefill_tokens = prefill_tokens
         self._cache = model.new_cache()
         # what was decoded is rounded otherwise than what is prefilled, which fixed shapes are meant to rule out
-        self._kept = KeptCaches(kept_tokens if model.shares_prefixes and not model.row_block else 0)
+        self._kept = KeptCaches(kept_tokens if model.continues_prefixes and not model.row_block else 0)
         self.sampled = 0  # tokens, since the lane is there
         self._steps = 1  # of the next native call
         self._cached = True  # False: the caches of running sequences are gone, or out of date
