@@ -41,7 +41,7 @@ from headrace.config import AlgorithmSection, RunConfig
 from headrace.data.episode import Step
 from headrace.data.sample import Sample, TrainBatch
 from headrace.engines.placement import DETERMINISTIC_ROWS, learner_threads
-from headrace.errors import BackendError
+from headrace.errors import BackendError, ConfigError
 from headrace.models.causal import build_causal_model
 from headrace.models.device import CPU, forward_dtype, master_dtype, prepare, resolve_device
 from headrace.models.device_memory import DeviceMemory, explained
@@ -49,6 +49,7 @@ from headrace.models.load import load_model, load_tokenizer
 from headrace.models.logprobs import target_logprobs, wide_dtype
 from headrace.models.modules import lay_end_to_end
 from headrace.models.packed import PackedRows
+from headrace.models.packed_forward import describe_attention
 from headrace.models.transfer import download
 from headrace.tracking.metrics import MetricsAggregator
 from headrace.utils.memory import keep_freed_memory
@@ -77,6 +78,11 @@ class Learner:
         if config.trainer.placement == "separate":
             lay_end_to_end(self.hf_model)  # a weight sync copies all of it
         self.model = build_causal_model(self.hf_model, config.model.fast_path, config.model.attention)
+        if config.model.attention != "auto" and not describe_attention(self.model):
+            raise ConfigError(
+                f'model.attention = "{config.model.attention}" has no effect: the model runs through Headrace\'s own '
+                f"forward pass on the CPU; remove it, or set model.fast_path = false"
+            )
         self.model.row_block = DETERMINISTIC_ROWS if config.run.deterministic else 0
         self.model.shares_prefixes &= config.backend.share_prefixes
         if config.backend.gradient_checkpointing:
@@ -90,6 +96,16 @@ class Learner:
         self._memory = DeviceMemory(self.device)
         self.reference: FrozenModel | None = None
         self.teacher: Teacher | None = None
+
+    @property
+    def where(self) -> str:
+        """Device, types and attention; empty for the fast path on the CPU, where there is nothing to choose."""
+        attention = describe_attention(self.model)
+        if not attention:
+            return ""
+        master = {str(p.dtype).removeprefix("torch.") for p in self.masters.optimized}
+        dtype = str(self._dtype).removeprefix("torch.")
+        return f"{self.device} in {dtype} (optimizer: {', '.join(sorted(master))}), attention: {attention}"
 
     def modules(self) -> torch.nn.Module:
         """All that is trained, under the names it is saved with."""
