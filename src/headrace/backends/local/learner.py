@@ -75,7 +75,7 @@ class Learner:
         self.tokenizer = load_tokenizer(config.model.name)
         self.hf_model = load_model(config.model)
         self.hf_model.train()
-        if config.trainer.placement == "separate":
+        if config.trainer.placement == "separate" and self.device == CPU:
             lay_end_to_end(self.hf_model)  # a weight sync copies all of it
         self.model = build_causal_model(self.hf_model, config.model.fast_path, config.model.attention)
         if config.model.attention != "auto" and not describe_attention(self.model):

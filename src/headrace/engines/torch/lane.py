@@ -174,7 +174,7 @@ class Lane:
     @torch.no_grad()
     def _decode(self) -> None:
         running = self.running
-        ids_B, lengths = torch.tensor([r.last_token for r in running]), [r.cached for r in running]
+        ids_B, lengths = torch.tensor([r.last_token for r in running], device="cpu"), [r.cached for r in running]
         seeds, positions = [r.seed for r in running], [len(r.ids) for r in running]
         if all(is_plain(r.params) for r in running):
             steps = 1 if any(r.params.stop for r in running) else self._steps
@@ -223,7 +223,7 @@ class Lane:
         """Feed what was sampled once more, one token at a time; the longest come first, in slots from 0."""
         for fed in range(len(requests[0].ids)):
             feeding = [r for r in requests if len(r.ids) > fed]
-            ids_B = torch.tensor([r.ids[fed - 1] if fed else r.prompt[-1] for r in feeding])
+            ids_B = torch.tensor([r.ids[fed - 1] if fed else r.prompt[-1] for r in feeding], device="cpu")
             self.model.decode(self._cache, ids_B, [len(r.prompt) - 1 + fed for r in feeding])
 
     def _prefill_all(self, requests: Sequence[Request], first_slot: int) -> None:
