@@ -34,4 +34,9 @@ def quantization(kind: str, device: torch.device, dtype: torch.dtype) -> dict[st
 
 def prepared(model: Any) -> Any:
     """A quantised model that adapters can be trained on: all of it is frozen, in the types that it was loaded in."""
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            # on the CPU the sampler's modules would repack the weights, which the learner's share, into a layout that
+            # has no gradient
+            module.support_avx512bf16_for_cpu = False
     return model.requires_grad_(False)
