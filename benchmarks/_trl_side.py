@@ -32,6 +32,8 @@ class Work:
     threads: int = 2
     seed: int = 0
     gradient_checkpointing: bool = False
+    fast_path: bool = True
+    """Whether Headrace's side uses its own forward pass, or that of transformers as TRL does."""
 
     @property
     def rows(self) -> int:

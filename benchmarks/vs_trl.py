@@ -11,7 +11,8 @@ those of the rows, including prompts, over the time of the step without sampling
 Headrace runs as for a user, with ledger and metrics, engine and learner in one process. TRL gets the complete batch in
 one piece, the fused optimizer and no logging. It runs with its defaults, which include gradient checkpointing, and
 without checkpointing, which is faster and takes more memory. TRL has its own environment, created in .venv-trl unless
---trl-python names one. `--quick` runs the bundled model and one round of two steps.
+--trl-python names one. `--transformers-forward` adds a side: Headrace with the forward pass of transformers, which is
+the one of accelerators. `--quick` runs the bundled model and one round of two steps.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from headrace.errors import HeadraceError
 from headrace.models.catalog import resolve_model
 
 HEADRACE, AS_IT_COMES, FASTER = "Headrace", "TRL", "TRL, no checkpointing"
+THROUGH_TRANSFORMERS = "Headrace, forward pass of transformers"
 PROMPT_TOKENS = 60
 WARM_UP = 1
 SHORT_STEPS = 10
@@ -94,7 +96,7 @@ def _headrace_config(work: Work, scratch: Path) -> Any:
     return build_config(
         {
             "run": {"name": "headrace", "dir": scratch, "seed": work.seed},
-            "model": {"name": work.model},
+            "model": {"name": work.model, "device": "cpu", "fast_path": work.fast_path},
             "data": {"shuffle": False},
             "rollout": {"group_size": work.group_size, "max_tokens": work.new_tokens},
             "backend": {"threads": work.threads},
@@ -211,6 +213,8 @@ def compare(model: str, python: Path, given: argparse.Namespace) -> dict[str, An
         AS_IT_COMES: (trl, replace(work, gradient_checkpointing=True)),
         FASTER: (trl, work),
     }
+    if given.transformers_forward:
+        sides[THROUGH_TRANSFORMERS] = (sides[HEADRACE][0], replace(work, fast_path=False))
     processes: dict[str, list[Measurements]] = {name: [] for name in sides}
     for _ in range(given.rounds):
         for name, (command, its_work) in sides.items():
@@ -233,6 +237,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=4, help="measured steps of each process")
     parser.add_argument("--trl-python", type=Path, help="interpreter of an environment with TRL")
+    parser.add_argument(
+        "--transformers-forward", action="store_true", help="also Headrace with model.fast_path = false, as on a GPU"
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--headrace-side", nargs=2, type=Path, help=argparse.SUPPRESS)
@@ -249,8 +256,9 @@ def main() -> None:
         raise SystemExit(str(error)) from None
     option = "--trl-python"
     python = with_module(given.trl_python, "trl", option) if given.trl_python else environment("trl", option)
-    print(f"| model | | {HEADRACE} | {AS_IT_COMES} | {HEADRACE} better by | {FASTER} | {HEADRACE} better by |")
-    print("| --- " * 7 + "|")
+    others = [AS_IT_COMES, FASTER, *([THROUGH_TRANSFORMERS] if given.transformers_forward else [])]
+    print(f"| model | | {HEADRACE} | {' | '.join(f'{side} | {HEADRACE} better by' for side in others)} |")
+    print("| --- " * (3 + 2 * len(others)) + "|")
     found = {model: compare(model, python, given) for model in models}
     if given.json:
         given.json.write_text(json.dumps(found, indent=2) + "\n")

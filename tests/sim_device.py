@@ -145,7 +145,7 @@ class SimTensor(torch.Tensor):
         own = {id(leaf.held): leaf for leaf in given if isinstance(leaf, SimTensor)}
         on_cpu = kwargs | ({"device": "cpu"} if device is not None else {})
         inner_args, inner_kwargs = tree_map_only(SimTensor, lambda leaf: leaf.held, (args, on_cpu))
-        result = func(*inner_args, **inner_kwargs)
+        result = _compute(func, inner_args, inner_kwargs)
         if torch.Tag.inplace_view in func.tags:  # the wrapper gets its new shape, too
             with no_dispatch():
                 func(*args, **kwargs)
@@ -158,6 +158,13 @@ class SimTensor(torch.Tensor):
             return leaf.clone() if id(leaf) in own else leaf
 
         return tree_map_only(torch.Tensor, outside, result)
+
+
+def _compute(func: Any, args: Any, kwargs: Any) -> Any:
+    """On the CPU; a histogram of integers only accelerators have."""
+    if func is aten.histc.default and not args[0].is_floating_point():
+        return func(args[0].float(), *args[1:], **kwargs).to(args[0].dtype)
+    return func(*args, **kwargs)
 
 
 def _require_one_device(func: Any, given: list[torch.Tensor]) -> None:

@@ -35,6 +35,9 @@ _LLAMA3_ROPE: dict[str, Any] = {
     "original_max_position_embeddings": 64,
 }
 
+_EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2}
+_MIXED = ["sliding_attention", "full_attention"]
+
 # name: (transformers model type, configuration)
 FAST: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", _GROUPED),
@@ -53,6 +56,21 @@ FALLBACK: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("granite", {**_GROUPED, "logits_scaling": 3.0}),
     "mistral_window": ("mistral", {**_GROUPED, "sliding_window": 8}),
     "mixtral": ("mixtral", {**_GROUPED, "num_local_experts": 2}),
+    "gemma3": ("gemma3_text", {**_GROUPED, "head_dim": 8, "sliding_window": 8, "layer_types": _MIXED}),
+    "phi3": ("phi3", _GROUPED),
+    "qwen3_moe": ("qwen3_moe", {**_GROUPED, **_EXPERTS, "head_dim": 8, "moe_intermediate_size": 16}),
+    "gpt_oss": (  # sinks, experts with biases, layers with a window
+        "gpt_oss",
+        {
+            **_GROUPED,
+            "head_dim": 8,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 8,
+            "layer_types": _MIXED,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),  # fmt: skip
     "openai_gpt": ("openai-gpt", _GPT2),  # has no key/value cache at all
     "mamba": ("mamba", {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}),  # nor has this one
 }

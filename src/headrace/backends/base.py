@@ -138,6 +138,16 @@ class SaysNumerics(Protocol):
         ...
 
 
+@runtime_checkable
+class SaysWhere(Protocol):
+    """What a backend may also do: say in a few words what it computes on, and how."""
+
+    @property
+    def where(self) -> str:
+        """For people, at start-up; empty if there is nothing to choose."""
+        ...
+
+
 def refuse_changed(config: RunConfig, *keys: str) -> None:
     """Raise ConfigError if one of these settings is not at its default: for what a backend does not honour."""
     for key in keys:

@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from headrace.errors import install_line
+from headrace.errors import ConfigError, install_line
 
 EXAMPLE = "headrace train examples/countdown.toml"
 
@@ -38,8 +38,22 @@ _GIB = 2**30
 Row = tuple[str, str]
 
 
-def doctor() -> int:
-    """Show what this machine has and whether a first run will work."""
+def doctor(*, plan: Path | None = None, memory: float | None = None) -> int:
+    """Show what this machine has and whether a first run will work.
+
+    Parameters
+    ----------
+    plan
+        A run file: show how much memory it needs on its device, and whether it fits.
+    memory
+        With --plan: compare with so many GiB, not with the device of this machine.
+    """
+    if plan is not None:
+        from headrace.cli.plan import show_plan
+
+        return show_plan(plan, memory)
+    if memory is not None:
+        raise ConfigError(f"--memory {memory:g} is what a plan is compared with; give --plan FILE, too")
     from rich.table import Table
     from rich.text import Text
 
@@ -75,14 +89,26 @@ def _tensor_library(torch: Any, problem: str) -> Iterator[Row]:
         yield "GPU", "not known without torch"
         return
     yield "threads", f"{threads}; torch uses {torch.get_num_threads()}"
-    if torch.cuda.is_available():
-        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-        yield "GPU", ", ".join(names)
-    else:
-        yield "GPU", "none seen; runs use the CPU"
+    yield from _devices()
     there = importlib.import_module("headrace.models.kernels.cpu").kernels() is not None
     why = "HEADRACE_NATIVE is 0" if os.environ.get("HEADRACE_NATIVE") == "0" else "they need a C compiler"
     yield "native kernels", "there" if there else f"none ({why}); torch's operations are used"
+
+
+def _devices() -> Iterator[Row]:
+    devices: Any = importlib.import_module("headrace.models.device")
+    found = devices.accelerators()
+    for one in found:
+        facts = [one.name]
+        if one.memory:
+            free = f", {one.free / _GIB:.1f} GiB free" if one.free is not None else ""
+            facts.append(f"{one.memory / _GIB:.1f} GiB{free}")
+        facts += [f"capability {one.capability}"] if one.capability else []
+        facts.append("bfloat16" if one.bfloat16 else "no bfloat16: model.dtype is float32")
+        yield f"device {one.device}", "; ".join(facts)
+    if not found:
+        yield "GPU", "none seen; runs use the CPU"
+    yield "attention", devices.likely_attention()
 
 
 def _packages() -> Iterator[Row]:
@@ -138,6 +164,12 @@ def _cores() -> str:
     total = os.cpu_count() or 1
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else total
     return str(total) if usable == total else f"{usable} of {total} usable by this process"
+
+
+def host_memory() -> float | None:
+    """Bytes of memory that this machine has available; None if it does not say."""
+    facts = _meminfo()
+    return facts.get("MemAvailable", facts.get("MemTotal"))
 
 
 def _memory() -> str:

@@ -111,7 +111,11 @@ app.command(
 app.command(view, name="view", help_epilogue=examples("headrace view", "headrace view runs/countdown --port 0"))
 app.command(replay, name="replay", help_epilogue=examples("headrace replay runs/countdown --until 5"))
 app.command(algorithms, name="algorithms", help_epilogue=examples("headrace algorithms"))
-app.command(doctor, name="doctor", help_epilogue=examples("headrace doctor"))
+app.command(
+    doctor,
+    name="doctor",
+    help_epilogue=examples("headrace doctor", "headrace doctor --plan examples/countdown.toml --memory 24"),
+)
 app.command(cluster_app)
 app.command(data_app)
 app.command(model_app)

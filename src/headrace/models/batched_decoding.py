@@ -105,31 +105,40 @@ def why_not_batched(parts: Parts) -> str | None:
     return None if parts.whole._supports_attention_backend else "its attention takes no other implementation"
 
 
+_REMEMBERED = "_headrace_decodes_together"
 _PROBE = (6, 3, 1)  # lengths of the rows that are decoded together at the start, to see that it is right
 _FAR = {torch.bfloat16: 0.5, torch.float16: 0.1}  # in standard deviations of the logits; else 1e-2
 
 
 def choose_decoder(parts: Parts) -> BatchedDecoder | SequentialDecoder:
-    """All slots in one forward, where that gives the same logits as one row after the other. A few tokens try it."""
-    if why := why_not_batched(parts):
-        _log.warning("%s is decoded one sequence at a time: %s", type(parts.whole).__name__, why)
-        return SequentialDecoder(parts)
+    """All slots in one forward, where that gives the same logits as one row after the other. A few tokens try it.
+
+    Copies of a model are decoded as it is: they remember what was found.
+    """
+    if not hasattr(parts.whole, _REMEMBERED):
+        why = why_not_batched(parts) or _why_wrong(parts)
+        if why:
+            _log.warning("%s is decoded one sequence at a time: %s", type(parts.whole).__name__, why)
+        setattr(parts.whole, _REMEMBERED, not why)
+    return BatchedDecoder(parts) if getattr(parts.whole, _REMEMBERED) else SequentialDecoder(parts)
+
+
+def remember_decoder(source: Parts, target: Parts) -> None:
+    """Let modules of the same model be decoded in the same way."""
+    setattr(target.whole, _REMEMBERED, getattr(source.whole, _REMEMBERED))
+
+
+def _why_wrong(parts: Parts) -> str | None:
     rows = [[(7 * i + 3 * length) % parts.config.vocab_size for i in range(length)] for length in _PROBE]
     plain = parts.whole.config._attn_implementation
     if needs_own_attention(parts.whole):
         parts.whole.config._attn_implementation = "eager"  # torch's would leave a cap out
     want_BV = _each(parts, rows)
-    decoder = BatchedDecoder(parts)
-    far = ((_together(decoder, parts, rows) - want_BV).abs().amax(-1) / want_BV.std(-1)).max()
-    if far <= _FAR.get(parts.dtype, 1e-2):
-        return decoder
+    got_BV = _together(BatchedDecoder(parts), parts, rows)
     parts.whole.config._attn_implementation = plain
-    _log.warning(
-        "%s is decoded one sequence at a time: together, logits were off by %.2g of their standard deviation",
-        type(parts.whole).__name__,
-        float(far),
-    )
-    return SequentialDecoder(parts)
+    far = float(((got_BV - want_BV).abs().amax(-1) / want_BV.std(-1)).max())
+    # what is not a number is so in either way
+    return f"together, logits were off by {far:.2g} of their deviation" if far > _FAR.get(parts.dtype, 1e-2) else None
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -68,6 +69,18 @@ def describe(device: torch.device) -> Device:
         memory = torch.mps.recommended_max_memory()
     bfloat16 = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
     return Device(device, name, memory, free, capability, bfloat16)
+
+
+def likely_attention() -> str:
+    """Which kernels `model.attention = "auto"` tries here; the first that is right for the model is used."""
+    kernels = ["torch's attention, rows in bins of similar length (sdpa)", "right-padded batches (padded)"]
+    if _count("cuda"):
+        kernels.insert(0, "torch's kernel for rows of any length (varlen)")
+        if importlib.util.find_spec("flash_attn") is not None:
+            kernels.insert(0, "flash-attn's (flash_attn)")
+    else:
+        kernels.insert(0, "Headrace's own for models of the Llama family")
+    return "; else ".join(kernels)
 
 
 def forward_dtype(section: ModelSection) -> torch.dtype:

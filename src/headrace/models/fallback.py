@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headrace.config import Weights
-from headrace.models.batched_decoding import choose_decoder
+from headrace.models.batched_decoding import choose_decoder, remember_decoder
 from headrace.models.causal import Draws, require_no_copy
 from headrace.models.modules import copy_modules, copy_weights, trained_parameters
 from headrace.models.packed import PackedRows
@@ -29,6 +29,7 @@ class TransformersModel:
         self._learner.split_head = self._sampler.split_head  # asked in evaluation mode
         self._attention = self._sampler.whole.config._attn_implementation
         self._decoder = choose_decoder(self._sampler)
+        remember_decoder(self._sampler, self._learner)
         self._row_block = 0
         self.vocabulary: int = self._learner.config.vocab_size
         self.max_length = self._learner.max_length

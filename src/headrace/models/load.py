@@ -16,6 +16,7 @@ from headrace.models.catalog import resolve_model
 from headrace.models.device import CPU, forward_dtype, resolve_device
 from headrace.models.fit import require_fit
 from headrace.models.modules import align
+from headrace.models.quantized import prepared, quantization
 
 transformers_logging.disable_progress_bar()  # a bar for a second of loading would break the live view
 # nor does it print by itself: what it warns of goes where all warnings go
@@ -36,15 +37,18 @@ def load_model(section: ModelSection) -> Any:
     device, dtype = resolve_device(section.device), forward_dtype(section)
     if device == CPU and dtype == torch.bfloat16:
         make_bfloat16_safe()
+    quantized = quantization(section.quantize, device, dtype)
     with boundary(ModelError, f'cannot load model "{section.name}"'):
         config = AutoConfig.from_pretrained(folder)
         _switch_dropout_off(config)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=dtype, output_loading_info=True,
+            folder, config=config, dtype=dtype, output_loading_info=True, **quantized,
             ignore_mismatched_sizes=True,  # reported with all the rest
         )  # fmt: skip
     model, info = loaded
     require_fit(f'model "{section.name}"', model, info)
+    if quantized:
+        return add_adapters(prepared(model), section.lora)
     if device == CPU:
         align(model)
     model = model.to(device)

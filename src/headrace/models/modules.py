@@ -43,7 +43,7 @@ def lay_end_to_end(hf_model: Any) -> None:
     for parameter in trained:
         starts.append(size)
         size += -(-parameter.nbytes // ALIGNMENT) * ALIGNMENT
-    whole = torch.empty(size, dtype=torch.uint8)
+    whole = trained[0].new_empty(size, dtype=torch.uint8)
     for parameter, start in zip(trained, starts, strict=True):
         place = whole[start : start + parameter.nbytes].view(parameter.dtype).view(parameter.shape)
         parameter.data = place.copy_(parameter.data)

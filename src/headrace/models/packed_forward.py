@@ -165,7 +165,7 @@ def _padded_index(rows: PackedRows) -> tuple[int, int, Tensor | None]:
 
 
 def describe_attention(model: Any) -> str:
-    """What is shown at start-up."""
+    """What is shown at start-up; empty for a model with an attention of its own."""
     kernel = getattr(model, "attention", "")
     said = {
         "sdpa": "torch's attention, rows in bins of similar length",
@@ -173,4 +173,4 @@ def describe_attention(model: Any) -> str:
         "flash_attn": "flash-attn's kernel for rows of any length",
         "padded": "right-padded batches",
     }
-    return said.get(kernel, "Headrace's own, on the CPU")
+    return said.get(kernel, "")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.algorithms.objectives import Objective, demonstration_sampler
-from headrace.backends.base import Backend, SaysNumerics
+from headrace.backends.base import Backend, SaysNumerics, SaysWhere
 from headrace.backends.setup import choose
 from headrace.config import RunConfig
 from headrace.config.derived import chosen, on_servers, samples_as_learned, uses_ray
@@ -270,6 +270,8 @@ async def open_run(
         held.push_async_callback(close_gateway)
         held.push_async_callback(lambda: parts.engine.close())
         held.push_async_callback(end_user_tasks)
+        if isinstance(parts.backend, SaysWhere) and (where := parts.backend.where):
+            trackers.message(f"the model is on {where}")
         require_same_tasks(claim, parts.sampler.digest())
         journal = held.enter_context(closing(open_journal(folder, config)))
         held.callback(trackers.close)  # before the ledger is closed: the last metrics come first

@@ -58,4 +58,5 @@ def _digest(weights: Sequence[Tensor]) -> bytes:
 
 
 def _content(weight: Tensor) -> memoryview:
-    return weight.detach().contiguous().flatten().view(torch.uint8).numpy().data
+    # on the host: what a device holds is read back, which proves that it is there
+    return weight.detach().contiguous().flatten().view(torch.uint8).cpu().numpy().data

@@ -3,6 +3,7 @@
 There are three buffers: the one that the engine decodes with, the one that the next version is written to, and one
 more while weights are pinned. Each is an anonymous file: it has no name that could be left behind, is not bound by
 the size of /dev/shm, takes memory only once it is written to, and is gone with the last process that has it open.
+On the CPU the engine decodes with the buffers themselves. To and from a device, weights are copied through them.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ class _Span:
 
     def content(self) -> np.ndarray:
         """Its bytes, as an array of numpy, which copies twice as fast as a tensor of bytes."""
-        return torch.empty(0, dtype=torch.uint8).set_(self.storage).numpy()[self.first : self.last]  # type: ignore
+        whole = torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)  # type: ignore
+        return whole[self.first : self.last].cpu().numpy()  # of a device, a copy on the host
 
 
 class SharedBuffers:
@@ -170,7 +172,10 @@ class SharedWeights(SharedBuffers):
 
 
 class BoundModels:
-    """The engine's side: a model per buffer, which reads its trained weights where the learner writes them."""
+    """The engine's side: a model per buffer.
+
+    On the CPU it reads its trained weights where the learner writes them; on a device it has a copy of them there.
+    """
 
     def __init__(
         self, hf_model: Any, layout: Layout, files: Sequence[int], build: Callable[[Any], CausalModel]
@@ -179,6 +184,7 @@ class BoundModels:
         self._trained = {name: p for name, p in hf_model.named_parameters() if p.requires_grad}
         self._layout, self._files, self._build = layout, files, build
         self._models: dict[int, CausalModel] = {}
+        self._held: dict[int, Mapping[str, nn.Parameter]] = {}
         expected = {slot.name: (slot.shape, slot.dtype) for slot in layout.slots}
         found = {name: (tuple(p.shape), p.dtype) for name, p in self._trained.items()}
         if found != expected:
@@ -189,17 +195,34 @@ class BoundModels:
             )
 
     def model(self, buffer: int) -> CausalModel:
-        """The model on a buffer, made when it is first asked for."""
+        """The model on a buffer, made when it is first asked for, with the weights that are in the buffer now."""
+        views = self._views(buffer)
+        if buffer not in self._held:
+            self._held[buffer] = self._parameters(views)
+        with torch.no_grad():
+            for name, parameter in self._held[buffer].items():
+                if parameter.device != views[name].device:
+                    parameter.copy_(views[name])
         if buffer not in self._models:
-            views = self._views(buffer)
-            if self._models:
-                copied = {p: nn.Parameter(views[name]) for name, p in self._trained.items()}
-                self._models[buffer] = self._build(copy_modules(self._hf_model, copied))
-            else:  # the model as it was loaded, which thereby gives back what it was loaded with
-                for name, parameter in self._trained.items():
-                    parameter.data = views[name]
-                self._models[buffer] = self._build(self._hf_model)
+            self._models[buffer] = self._build(self._modules(self._held[buffer]))
         return self._models[buffer]
+
+    def _parameters(self, views: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
+        """The trained parameters of one more model, which on the CPU lie in the buffer."""
+        if not self._held:
+            for name, parameter in self._trained.items():
+                if parameter.device == views[name].device:
+                    parameter.data = views[name]  # thereby giving back what the model was loaded with
+            return self._trained
+        return {
+            name: nn.Parameter(views[name] if p.device == views[name].device else torch.empty_like(p))
+            for name, p in self._trained.items()
+        }
+
+    def _modules(self, parameters: Mapping[str, nn.Parameter]) -> Any:
+        if parameters is self._trained:
+            return self._hf_model
+        return copy_modules(self._hf_model, {self._trained[name]: p for name, p in parameters.items()})
 
     def _views(self, buffer: int) -> dict[str, Tensor]:
         whole = torch.frombuffer(mmap.mmap(self._files[buffer], self._layout.size), dtype=torch.uint8)

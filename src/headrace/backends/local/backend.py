@@ -52,6 +52,10 @@ class LocalBackend:
     def numerics(config: RunConfig) -> dict[str, str]:
         return numerics(config)
 
+    @property
+    def where(self) -> str:
+        return self.learner.where
+
     def host(self, transport: str) -> ModelHost:
         return new_host(transport, self.tokenizer, self.learner.hf_model, self._in_place, self._weights)
 

@@ -42,7 +42,7 @@ from headrace.config import AlgorithmSection, RunConfig
 from headrace.data.episode import Step
 from headrace.data.sample import Sample, TrainBatch
 from headrace.engines.placement import DETERMINISTIC_ROWS, learner_threads
-from headrace.errors import BackendError
+from headrace.errors import BackendError, ConfigError
 from headrace.models.causal import CausalModel, build_causal_model
 from headrace.models.device import CPU, forward_dtype, master_dtype, prepare, resolve_device
 from headrace.models.device_memory import DeviceMemory, explained
@@ -50,6 +50,7 @@ from headrace.models.load import load_model, load_tokenizer
 from headrace.models.logprobs import target_logprobs, wide_dtype
 from headrace.models.modules import lay_end_to_end
 from headrace.models.packed import PackedRows
+from headrace.models.packed_forward import describe_attention
 from headrace.models.transfer import download
 from headrace.tracking.metrics import MetricsAggregator
 from headrace.utils.memory import keep_freed_memory
@@ -102,6 +103,16 @@ class Learner:
         self._memory = DeviceMemory(self.device)
         self.reference: FrozenModel | None = None
         self.teacher: Teacher | None = None
+
+    @property
+    def where(self) -> str:
+        """Device, types and attention; empty for the fast path on the CPU, where there is nothing to choose."""
+        attention = describe_attention(self.model)
+        if not attention:
+            return ""
+        master = {str(p.dtype).removeprefix("torch.") for p in self.masters.optimized}
+        dtype = str(self._dtype).removeprefix("torch.")
+        return f"{self.device} in {dtype} (optimizer: {', '.join(sorted(master))}), attention: {attention}"
 
     def modules(self) -> torch.nn.Module:
         """All that is trained, under the names it is saved with."""
@@ -254,9 +265,15 @@ class Learner:
         return load_model(self.config.model)
 
     def _new_model(self) -> CausalModel:
-        if self.config.trainer.placement == "separate":
+        section = self.config.model
+        if self.config.trainer.placement == "separate" and self.device == CPU:
             lay_end_to_end(self.hf_model)  # a weight sync copies all of it
-        model = build_causal_model(self.hf_model, self.config.model.fast_path, self.config.model.attention)
+        model = build_causal_model(self.hf_model, section.fast_path, section.attention)
+        if section.attention != "auto" and not describe_attention(model):
+            raise ConfigError(
+                f'model.attention = "{section.attention}" has no effect: the model runs through Headrace\'s own '
+                f"forward pass on the CPU; remove it, or set model.fast_path = false"
+            )
         model.row_block = DETERMINISTIC_ROWS if self.config.run.deterministic else 0
         model.shares_prefixes &= self.config.backend.share_prefixes
         return model

@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from headrace.engines.base import DEFAULT_SAMPLING, EngineHealth, Generation, SamplingParams
@@ -334,9 +335,10 @@ class TorchEngine:
                 if len(row) < 2:
                     scored.append([])
                     continue
-                hidden = model.hidden(PackedRows.from_rows([row[:-1]]))
-                targets = torch.tensor(list(row[1:]))
-                scored.append(target_logprobs(model, hidden, targets, torch.ones(len(targets)), 1024)[0].tolist())
+                wanted = np.array(row[1:], dtype=np.int64)
+                warmth = np.ones(len(wanted), dtype=np.float32)
+                packed, (targets, ones) = PackedRows.from_rows([row[:-1]]).to(model.device, wanted, warmth)
+                scored.append(target_logprobs(model, model.hidden(packed), targets, ones, 1024)[0].tolist())
         return scored
 
     def _fail_everything(self) -> None:

@@ -39,7 +39,7 @@ class Lane:
         self._prefill_tokens = prefill_tokens
         self._cache = model.new_cache()
         # what was decoded is rounded otherwise than what is prefilled, which fixed shapes are meant to rule out
-        self._kept = KeptCaches(kept_tokens if model.shares_prefixes and not model.row_block else 0)
+        self._kept = KeptCaches(kept_tokens if model.continues_prefixes and not model.row_block else 0)
         self.sampled = 0  # tokens, since the lane is there
         self._steps = 1  # of the next native call
         self._cached = True  # False: the caches of running sequences are gone, or out of date
@@ -174,7 +174,7 @@ class Lane:
     @torch.no_grad()
     def _decode(self) -> None:
         running = self.running
-        ids_B, lengths = torch.tensor([r.last_token for r in running]), [r.cached for r in running]
+        ids_B, lengths = torch.tensor([r.last_token for r in running], device="cpu"), [r.cached for r in running]
         seeds, positions = [r.seed for r in running], [len(r.ids) for r in running]
         if all(is_plain(r.params) for r in running):
             steps = 1 if any(r.params.stop for r in running) else self._steps
@@ -223,7 +223,7 @@ class Lane:
         """Feed what was sampled once more, one token at a time; the longest come first, in slots from 0."""
         for fed in range(len(requests[0].ids)):
             feeding = [r for r in requests if len(r.ids) > fed]
-            ids_B = torch.tensor([r.ids[fed - 1] if fed else r.prompt[-1] for r in feeding])
+            ids_B = torch.tensor([r.ids[fed - 1] if fed else r.prompt[-1] for r in feeding], device="cpu")
             self.model.decode(self._cache, ids_B, [len(r.prompt) - 1 + fed for r in feeding])
 
     def _prefill_all(self, requests: Sequence[Request], first_slot: int) -> None:
