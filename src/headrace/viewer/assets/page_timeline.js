@@ -77,7 +77,7 @@ function lanes(id, data, by, width) {
   };
   const label = (name, text) => svg("text", { x: 0, y: tops[name] + 11 }, text);
   const made = svg("svg", { class: "lanes", viewBox: `0 0 ${width} ${height}`, width, height, role: "group", "aria-label": "timeline" },
-    ticks(data).map((at) => [svg("line", { class: "rule", x1: x(at), x2: x(at), y1: TOP, y2: height - 18 }), svg("text", { x: x(at), y: height - 5, "text-anchor": "middle" }, clock(at).slice(11))]),
+    ticks(data).map((at) => [svg("line", { class: "rule", x1: x(at), x2: x(at), y1: TOP, y2: height - 18 }), svg("text", { x: x(at), y: height - 5, "text-anchor": "middle" }, tickText(at, data))]),
     label("processes", "process"), data.processes.map((one) => {
       const end = one.ended_at ?? one.killed_before ?? data.end;
       return end < data.start || one.started_at > data.end ? null : bar(one.started_at, end, tops.processes, 14, one.ended_at ? "var(--line-strong)" : "var(--accent)", `process ${one.pid}${one.resumed_from === null ? "" : `, resumed from step ${one.resumed_from}`}`);
@@ -101,6 +101,11 @@ function ticks(data) {
   const made = [];
   for (let at = Math.ceil(data.start / every) * every; at <= data.end; at += every) made.push(at);
   return made;
+}
+
+function tickText(at, data) {
+  const whole = clock(at).slice(11);
+  return data.end - data.start < 9 ? `${whole}.${Math.round((at % 1) * 10) % 10}` : whole;
 }
 
 function table(data) {
