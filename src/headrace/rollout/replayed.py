@@ -1,7 +1,7 @@
 """One recorded episode again: its workflow and judger run now, the model and the tools answer as they did.
 
-A test case that `headrace view` writes calls `replay_episode`. Nothing is sampled, so no model is needed. A workflow that
-asks for something else than the record says raises a DivergedReplay, which names the call.
+A test case that `headrace view` writes calls `replay_episode`. Nothing is sampled, so no model is needed. A workflow
+that asks for something else than the record says raises a DivergedReplay, which names the call.
 """
 
 from __future__ import annotations

@@ -44,7 +44,13 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-cache",
 }
-_KINDS = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".svg": "image/svg+xml"}
+_KINDS = {
+    ".js": "text/javascript",
+    ".css": "text/css",
+    ".html": "text/html",
+    ".svg": "image/svg+xml",
+    ".txt": "text/plain",
+}
 _LIVE_S = 1.0  # how often a run is looked at while somebody watches it
 _SILENT_S = 15.0  # after which a line keeps the connection alive
 Page = Callable[[RunView, Request], Any]

@@ -1,4 +1,4 @@
-"""What the timeline shows: which episode ran when, under which versions; what the learner did; starts, kills and syncs."""
+"""What the timeline shows: which episode ran when and under which versions; the learner; starts, kills and syncs."""
 
 from __future__ import annotations
 
@@ -111,7 +111,8 @@ def _first_id(reader: LedgerReader, at: float) -> int:
     while low < high:
         middle = (low + high) // 2
         found = reader.rows(
-            "SELECT started_at FROM episodes WHERE episode_id >= ? AND started_at IS NOT NULL ORDER BY episode_id LIMIT 1",
+            "SELECT started_at FROM episodes WHERE episode_id >= ? AND started_at IS NOT NULL "
+            "ORDER BY episode_id LIMIT 1",
             (middle,),
         )
         if not found or found[0][0] >= at:

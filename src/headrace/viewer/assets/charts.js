@@ -59,7 +59,7 @@ export function chart(title, options) {
       width: plot.clientWidth || 340, height: plot.clientHeight || 170, legend: { show: false },
       cursor: { y: false, points: { size: 6 }, drag: { x: true, y: false }, sync: given.sync ? { key: given.sync } : undefined },
       scales: { x: { time: false }, y: { range: (_, low, high) => span(low, high, given.zero) } },
-      axes: [{ ...axis(24), values: (_, ticks) => ticks.map((tick) => given.time ? num(tick / 60, 0) : Number.isInteger(tick) ? num(tick) : "") }, { ...axis(46), values: (_, ticks) => ticks.map((tick) => num(tick)) }],
+      axes: [{ ...axis(24), values: (_, ticks) => ticks.map((tick) => given.time ? num(tick / 60, 0) : Number.isInteger(tick) ? num(tick) : "") }, { ...axis(50), values: (_, ticks) => ticksText(ticks) }],
       series: [{}, ...lines.map((one, place) => {
         const colour = one.colour ?? seriesColour(place);
         return {
@@ -86,6 +86,14 @@ export function chart(title, options) {
   };
 }
 
+function ticksText(ticks) {
+  const apart = ticks.length > 1 ? Math.abs(ticks[1] - ticks[0]) : 1;
+  const most = Math.max(...ticks.map(Math.abs));
+  if (most >= 1e5 || (most > 0 && most < 0.001)) return ticks.map((tick) => (tick === 0 ? "0" : tick.toExponential(0).replace("-", "−").replace("e+", "e")));
+  const digits = Math.max(0, Math.min(4, Math.ceil(-Math.log10(apart) - 1e-9)));
+  return ticks.map((tick) => num(tick, digits));
+}
+
 function described(lines) {
   return lines.filter((one) => !one.quiet).slice(0, 8).map((one) => `${one.label ?? "value"} last ${num(one.values[lastPlace(one.values)])}`).join(", ");
 }
@@ -104,6 +112,7 @@ function observe(plot, entry) {
 function span(low, high, zero) {
   if (low === null || high === null || low === undefined) return [0, 1];
   if (zero) low = Math.min(0, low);
+  if (low === 0 && high === 0) return [0, 1];
   const room = (high - low || Math.abs(high) || 1) * 0.06;
   return [zero && low === 0 ? 0 : low - room, high + room];
 }

@@ -7,6 +7,9 @@ import { overlayPage, runsPage } from "./page_runs.js";
 import { evaluationsPage, runPage, settingsPage, stepsPage } from "./page_run.js";
 import { groupPage, stepPage } from "./page_step.js";
 import { episodePage, evaluatedPage } from "./page_episode.js";
+import { searchPage } from "./page_search.js";
+import { timelinePage } from "./page_timeline.js";
+import { comparePage, evaluationPage } from "./page_compare.js";
 
 const ROUTES = [
   [/^\/?$/, runsPage],
@@ -18,7 +21,11 @@ const ROUTES = [
   [/^\/run\/([^/]+)\/group\/(\d+)\/rollout\/(\d+)$/, episodePage],
   [/^\/run\/([^/]+)\/evaluations$/, evaluationsPage],
   [/^\/run\/([^/]+)\/evaluated\/(\d+)$/, evaluatedPage],
+  [/^\/run\/([^/]+)\/evaluation\/(\d+)\/([^/]+)$/, evaluationPage],
   [/^\/run\/([^/]+)\/settings$/, settingsPage],
+  [/^\/run\/([^/]+)\/search$/, searchPage],
+  [/^\/run\/([^/]+)\/timeline$/, timelinePage],
+  [/^\/compare$/, comparePage],
 ];
 const LIVE_MS = 1000;
 let shown = null;

@@ -23,7 +23,8 @@ export function runHead(page) {
 }
 
 export function stats(entries) {
-  return h("dl", { class: "stats" }, entries.filter(Boolean).map(([name, value, note]) => h("div", { class: "stat" }, h("dt", { title: name }, name), h("dd", null, value, note && [" ", h("small", null, note)]))));
+  const noted = entries.some((one) => one && one[2]);
+  return h("dl", { class: "stats" }, entries.filter(Boolean).map(([name, value, note]) => h("div", { class: "stat" }, h("dt", { title: name }, name), h("dd", { title: typeof value === "string" ? value : null }, value, noted && h("small", null, note ?? "\u00a0")))));
 }
 
 function facts(page) {

@@ -4,8 +4,8 @@ import { num } from "./format.js";
 
 // What tokens can be coloured by. kind: low = colour where it is low, both = around 0, steps = by category.
 export const COLOURINGS = [
-  { key: "logprob", title: "Log-probability, sampler", kind: "low", floor: -4 },
-  { key: "learner_logprob", title: "Log-probability, learner", kind: "low", floor: -4 },
+  { key: "logprob", title: "Probability, sampler", kind: "low" },
+  { key: "learner_logprob", title: "Probability, learner", kind: "low" },
   { key: "ratio", title: "Ratio, learner to sampler", kind: "both", of: (value) => Math.log(value), text: "log ratio" },
   { key: "advantage", title: "Advantage", kind: "both" },
   { key: "entropy", title: "Entropy", kind: "high" },
@@ -43,13 +43,13 @@ export function scaleOf(colouring, values) {
     return { colour: (value) => along(BOTH, ((colouring.of?.(value) ?? value) / most + 1) / 2), ramp: BOTH, low: -most, high: most };
   }
   if (colouring.kind === "low") {
-    const low = Math.max(colouring.floor, Math.min(-0.01, ...known));
-    return { colour: (value) => along(LOW, value / low), ramp: [...LOW].reverse(), low, high: 0 };
+    return { colour: (value) => along(LOW, 1 - Math.exp(value)), ramp: [...LOW].reverse(), low: "0 %", high: "100 %" };
   }
   const high = Math.max(0.01, ...known);
   return { colour: (value) => along(HIGH, value / high), ramp: HIGH, low: 0, high };
 }
 
+const edge = (value) => (typeof value === "string" ? value : num(value));
 const css = (colour) => `rgb(${colour.join(" ")})`;
 
 export function legendOf(scale) {
@@ -57,7 +57,7 @@ export function legendOf(scale) {
   const canvas = h("canvas", { width: 120, height: 11, "aria-hidden": "true" });
   const paint = canvas.getContext("2d");
   for (let x = 0; x < 120; x += 1) { paint.fillStyle = css(along(scale.ramp, x / 119)); paint.fillRect(x, 0, 1, 11); }
-  return h("span", { class: "scale" }, num(scale.low), canvas, num(scale.high));
+  return h("span", { class: "scale" }, edge(scale.low), canvas, edge(scale.high));
 }
 
 function shownText(text) {
