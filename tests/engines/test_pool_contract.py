@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
 from typing import Any
 
 from test_process_contract import TestProcessEngine as _OneProcess
 from test_process_contract import folder
 
+from contracts.engine_harness import Start, soon, submitted, under_way
+from fork_server import SMOKE
 from headrace.engines.pool import EnginePool
 from headrace.engines.process.engine import ProcessEngine
 from headrace.engines.process.wire import EngineOptions
@@ -17,6 +22,37 @@ __all__ = ["folder"]
 
 
 class TestPool(_OneProcess):
+    made: Any
+
+    def break_model(self) -> str:
+        for pool in self.made:
+            for replica in pool.replicas:
+                os.kill(replica.engine.pid, signal.SIGUSR1)
+        return SMOKE
+
+    async def test_pinned_requests_go_before_all_that_wait(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, start: Start
+    ) -> None:
+        """On every replica, that is."""
+        engine: Any = start(max_batch=1)
+        ended: list[str] = []
+        first = [self.asked(engine, self.long, seed) for seed in range(2)]  # one for each
+        await submitted(engine, 2)
+        await under_way(engine, 2)
+        tasks = {
+            **{f"waiting {i}": self.asked(engine, 3, seed=i) for i in range(4)},
+            **{f"pinned {i}": self.asked(engine, 3, seed=i, pinned=True) for i in range(4)},
+        }
+        for name, task in tasks.items():
+            task.add_done_callback(lambda _, name=name: ended.append(name.split()[0]))
+        await submitted(engine, 10)
+        assert [replica.in_flight for replica in engine.replicas] == [5, 5]
+        await engine.resume()
+        await soon(asyncio.gather(*first, *tasks.values()))
+        # two of each per replica, and the replicas do not wait for each other
+        assert ended.index("waiting") >= 2 and ended[-2:] == ["waiting"] * 2 and "pinned" not in ended[-2:]
+        assert sum(name == "pinned" for name in ended[:6]) == 4
+
     def make_engine(self, **options: Any) -> Any:
         given = EngineOptions(self.section, health_every_s=0.001, **options)
         weights = SharedWeights(ModelWeights(self.hf_model))

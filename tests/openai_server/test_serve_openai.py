@@ -16,6 +16,7 @@ import httpx2
 import openai
 import pytest
 
+from headrace import Model, Task
 from headrace.cli.main import run
 from headrace.config.loading import build_config
 from headrace.engines.base import Generation
@@ -196,7 +197,7 @@ def test_a_key_is_needed_where_one_is_set() -> None:
 
 
 def test_a_client_that_leaves_frees_its_slot_and_too_many_are_refused(url: str) -> None:
-    body = {"token_ids": [5, 6, 7], "sampling_params": {**LONG, "n": 8}, "stream": True}
+    body = {"token_ids": [5, 6, 7], "sampling_params": {**LONG, "n": 100}, "stream": True}
     with httpx2.Client(timeout=60) as http, http.stream("POST", url + GENERATE, json=body) as answer:
         next(answer.iter_lines())
         busy = generate(url)
@@ -224,15 +225,19 @@ def test_a_run_is_served_as_its_newest_checkpoint_has_it(tmp_path: Path) -> None
     config = build_config(
         {
             "run": {"name": "r", "dir": str(tmp_path)},
-            "workflow": {"judger": "countdown"},
             "rollout": {"group_size": 4, "max_tokens": 8},
             "trainer": {"steps": 2, "batch_size": 2, "save_every": 1},
-            "optimizer": {"lr": 0.05},
-            "filters": {"drop_uniform": False},
+            "optimizer": {"lr": 0.01},
+            "algorithm": {"estimator": "reinforce"},
             "track": {"trackers": [], "plot": False},
         }
     )
-    UnifiedTrainer(config).fit()
+
+    async def solve(task: Task, model: Model) -> float:
+        await model.chat(task.messages)
+        return 1.0
+
+    UnifiedTrainer(config, workflow=solve).fit()
     made: dict[str, Any] = {}
     for target in ("bundled", str(tmp_path / "r"), str(tmp_path / "r" / "checkpoints" / "step_000001")):
         with running(OpenAIOptions(target, port=0)) as url:
@@ -274,9 +279,12 @@ def test_a_signal_ends_it_in_good_order(stop: signal.Signals) -> None:
         assert server.stdout is not None
         first = server.stdout.readline()
         assert first.startswith('serving "bundled" (version 0, 1024 tokens at most) at http://127.0.0.1:')
-        assert httpx2.get(f"{first.split(' at ')[1].split(';')[0]}/health").status_code == 200
-        server.send_signal(stop)
-        rest, errors = server.communicate(timeout=30)
+        try:
+            assert httpx2.get(f"{first.rsplit(' at ')[-1].split(';')[0]}/health").status_code == 200
+            server.send_signal(stop)
+            rest, errors = server.communicate(timeout=30)
+        finally:
+            server.kill()
     assert (server.returncode, rest.splitlines()[-1]) == (0, "stopped"), errors
     assert "Traceback" not in errors
 

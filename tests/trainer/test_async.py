@@ -16,6 +16,7 @@ from headrace import Callback, Model, Task, UnifiedTrainer
 from headrace.config.loading import build_config
 from headrace.engines.request import Request
 from headrace.errors import WeightSyncError
+from headrace.ledger import Ledger
 from headrace.run.checkpoint import list_checkpoints
 from headrace.trainer.trainer import RunResult
 
@@ -105,6 +106,31 @@ def test_an_engine_that_is_killed_is_started_again_and_nothing_is_lost(tmp_path:
     last = rows(result)[-1]
     assert result.steps == 4
     assert (last["episodes/trained"], last["episodes/failed"]) == (4 * 2 * 4, 0)
+
+
+class KillReplicas(Callback):
+    """SIGKILLs one replica of a pool after the other, while they decode."""
+
+    def on_train_start(self, trainer: Any) -> None:
+        self.replicas = trainer.engine.replicas
+
+    def on_batch_start(self, step: int) -> None:
+        os.kill(self.replicas[step % len(self.replicas)].engine.pid, signal.SIGKILL)
+
+
+def test_replicas_that_are_killed_come_back_and_nothing_is_lost_or_trained_twice(tmp_path: Path) -> None:
+    placed = {"steps": 4, "batch_size": 2, "placement": "separate", "max_staleness": 1}
+    result = train(tmp_path, varied, [KillReplicas()], trainer=placed, engine={"replicas": 2})
+    last = rows(result)[-1]
+    assert result.steps == 4
+    assert (last["episodes/trained"], last["episodes/failed"]) == (4 * 2 * 4, 0)
+    assert last["episodes/dispatched"] == sum(
+        last[f"episodes/{name}"] for name in ("trained", "filtered", "failed", "stale", "pending")
+    )
+    assert last["engine/restarts"] >= 1 and {"engine/reissued", "engine/replica/1/tokens"} <= last.keys()
+    with Ledger.read(result.run_dir) as ledger:
+        trained = [group for batch in ledger.batches_from(0) for group in batch.group_ids]
+    assert len(trained) == len({*trained}) == 8
 
 
 def test_an_evaluation_beside_asynchronous_training_is_of_the_version_it_began_with(tmp_path: Path) -> None:

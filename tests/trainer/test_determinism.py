@@ -76,6 +76,8 @@ def test_colocated_and_separate_runs_end_with_the_same_weights_whatever_threads_
         UnifiedTrainer(config_in(tmp_path / "two", trainer={**BASE["trainer"], "placement": "separate"})).fit().run_dir
     )
     assert len(fingerprints(one)) == 2 and fingerprints(one) == fingerprints(two)
+    pool = config_in(tmp_path / "pool", trainer={**BASE["trainer"], "placement": "separate"}, engine={"replicas": 2})
+    assert fingerprints(UnifiedTrainer(pool).fit().run_dir) == fingerprints(one)
 
 
 def test_a_thread_for_tensors_has_the_number_of_threads_that_was_set() -> None:

@@ -175,7 +175,7 @@ class EngineSection(Section):
     urls: tuple[str, ...] = ()
     """Servers that run already, one per replica, such as "http://10.0.0.5:8000". Empty: Headrace starts its own."""
     replicas: int = Field(default=1, ge=1, le=4096)
-    """Engines side by side: servers, or processes of engine "torch". Headrace starts, watches, restarts and ends them."""
+    """Engines side by side, servers or processes of engine "torch"; Headrace starts, watches, restarts, ends them."""
     python: str | None = None
     """Interpreter of the environment that has the server's package; empty takes Headrace's own."""
     server_args: tuple[str, ...] = ()

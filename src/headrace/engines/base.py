@@ -79,6 +79,22 @@ class EngineHealth:
     """Of a pool, each of its engines."""
 
 
+def pool_metrics(health: EngineHealth) -> dict[str, float]:
+    """How the replicas of a pool are, and how much each has to do; nothing for an engine that is alone."""
+    if not health.replicas:
+        return {}
+    found: dict[str, float] = {
+        "engine/serving": sum(one.state == "serving" and one.error is None for one in health.replicas),
+        "engine/restarts": health.restarts,
+        "engine/reissued": health.reissued,
+    }
+    for number, one in enumerate(health.replicas):
+        found[f"engine/replica/{number}/requests"] = one.running + one.waiting
+        found[f"engine/replica/{number}/tokens"] = one.generated_tokens
+        found[f"engine/replica/{number}/restarts"] = one.restarts
+    return found
+
+
 class Generates(Protocol):
     """All that an agent needs of an engine."""
 

@@ -63,6 +63,16 @@ def _headline(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     return [(label, key) for label, key in _HEADLINES if key in metrics][:1]
 
 
+def _replicas(replicas: Sequence[EngineHealth]) -> Text:
+    """The load of each replica, or why it has none."""
+    shown = [
+        Text(str(one.running + one.waiting)) if one.state == "serving" and one.error is None
+        else Text("lost" if one.error is not None else one.state, style="red" if one.error is not None else "yellow")
+        for one in replicas
+    ]  # fmt: skip
+    return Text.assemble(("replicas ", "dim"), Text(" · ").join(shown))
+
+
 def engine_line(engine: EngineHealth) -> Text:
     """The state of the engine."""
     state = "stopped" if not engine.alive else "paused" if engine.paused else "decoding" if engine.running else "idle"
@@ -70,6 +80,8 @@ def engine_line(engine: EngineHealth) -> Text:
     parts += [_pair("waiting", str(engine.waiting)), _pair("version", str(engine.version))]
     if engine.restarts:
         parts.append(Text(f"started again {engine.restarts} times", style="yellow"))
+    if engine.replicas:
+        parts.append(_replicas(engine.replicas))
     return Text.assemble(("engine    ", "dim"), Text("   ").join(parts))
 
 

@@ -22,7 +22,7 @@ from headrace.config.names import check_names
 from headrace.config.rules import check_declared
 from headrace.data.sampler import TaskSampler
 from headrace.data.training import check_overlap, load_training, make_sampler, warn_of_bad_rows
-from headrace.engines.base import RolloutEngine
+from headrace.engines.base import RolloutEngine, pool_metrics
 from headrace.errors import ConfigError
 from headrace.evaluation.evaluator import Evaluator
 from headrace.evaluation.plan import Tasks, check_tasks, evaluation_sets
@@ -221,7 +221,9 @@ class Run:
             metrics.record("user_code/abandoned", self.abandoned.count)
         metrics.merge(self.lifecycle.metrics())
         metrics.record_all(self.manager.metrics())
-        metrics.merge(self.clock.end(self.engine.health(), overlapping=self.config.trainer.max_staleness > 0))
+        health = self.engine.health()
+        metrics.record_all(pool_metrics(health))
+        metrics.merge(self.clock.end(health, overlapping=self.config.trainer.max_staleness > 0))
         totals = metrics.reduce()
         metrics.record("tokens/generated_per_s", totals["tokens/generated"] / max(self.clock.generating_s, 1e-9))
         metrics.record("tokens/trained_per_s", totals["tokens/trained"] / max(self.clock.training_s, 1e-9))
