@@ -70,11 +70,11 @@ class OwnBackend:
             logprobs_M, entropy_M = logprobs_N[tokens.where_M], entropy_N[tokens.where_M]  # of the trained targets
             context = losses.loss_context(tokens, logprobs_M, algorithm, self._config.dpo.beta)
             loss_M, recorded, rejected_R, clip_M = losses.token_losses(context, samples, entropy_M, tokens.sampled_M)
-            losses.require_finite(loss_M, tokens.row_M, batch, indices)
             (loss_M * tokens.weights_M).sum().backward()  # the normaliser comes with optim_step
-            losses.record_losses(metrics, loss_M[~rejected_R[tokens.row_M]], entropy_M, recorded)
-            rejected |= {indices[row] for row in rejected_R.nonzero().flatten().tolist()}
-            found.add(indices, tokens.counts, logprobs_M, entropy_M, clip_M)
+            rejects = losses.rejects_rows(algorithm)
+            came_to = losses.MicroBatch(logprobs_M, loss_M, entropy_M, recorded, rejected_R, clip_M, rejects)
+            # metrics, the values of each sample's tokens, and an error for a loss that is not finite
+            rejected |= {indices[row] for row in losses.settle(came_to, tokens, batch, indices, metrics, found)}
         return Trained(metrics, found.logprobs, frozenset(rejected), found.entropies, found.clip_states)
 
     async def optim_step(self, lr: float, grad_scale: float) -> MetricsAggregator:

@@ -15,7 +15,7 @@ import headrace
 from fakes import trajectory
 from headrace.algorithms.preference import SKIP_REASONS
 from headrace.backends.local.token_losses import MicroBatch, settle
-from headrace.backends.local.tokens import TokenTensors
+from headrace.backends.local.tokens import TokenTensors, TokenValues
 from headrace.data.episode import Episode
 from headrace.data.sample import Sample, TrainBatch
 from headrace.errors import DataError
@@ -71,8 +71,9 @@ def composed() -> dict[str, list[str]]:
     """Keys that are put together from parts, by how that stands in the source."""
     losses, values = MetricsAggregator(), torch.ones(2)
     sample = Sample((1, 2, 3), (1, 1), (0.0, 0.0), (0, 0), (0.0, 0.0))
-    found = MicroBatch(values, values, values, {}, torch.zeros(1, dtype=torch.bool), rejects=False)
-    settle(found, TokenTensors([sample], [1.0]), TrainBatch((sample,), (1.0,), ((0,),), 1), [0], losses)
+    found = MicroBatch(values, values, values, {}, torch.zeros(1, dtype=torch.bool), torch.zeros(2), rejects=False)
+    batch = TrainBatch((sample,), (1.0,), ((0,),), 1)
+    settle(found, TokenTensors([sample], [1.0]), batch, [0], losses, TokenValues(1))
     task = [Episode("task", (trajectory(reward=1.0),), source=source) for source in "ab"]
     evaluated = evaluation_metrics([[task[0]] * 2, [task[1]] * 2], attempts=2)
     return {
