@@ -1,4 +1,4 @@
-"""Which device a model computes on, in which types, and what torch must be told for that."""
+"""Which device a model computes on, in which types, and how torch is set up for that."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def master_dtype(model: ModelSection, optimizer: OptimizerSection) -> torch.dtyp
 
 
 def prepare(device: torch.device, tf32: bool, deterministic: bool) -> None:
-    """Tell torch how to compute on an accelerator. On the CPU there is nothing to tell."""
+    """Set torch up for an accelerator. On the CPU there is nothing to set."""
     if device == CPU:
         return
     if device.type == "cuda":

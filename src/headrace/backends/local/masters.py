@@ -38,7 +38,7 @@ class MasterWeights:
         parameter.grad = None
 
     def take_gradients(self) -> dict[Tensor, Tensor]:
-        """The gradient of each that is optimized; afterwards the copies' are forgotten."""
+        """The gradient of each that is optimized. It forgets those of the copies."""
         sums = {id(self._masters[parameter]): total for parameter, total in self._sums.items()}
         self._sums.clear()
         found = ((p, sums.get(id(p), p.grad)) for p in self.optimized)
