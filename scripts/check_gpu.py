@@ -39,7 +39,7 @@ from headrace.trainer.trainer import UnifiedTrainer
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "countdown.toml"
 IMITATE = AlgorithmSection(loss="cross_entropy")
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.15}
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.3}
 """Of log-probabilities on the device, compared with float32 on the CPU."""
 
 

@@ -22,19 +22,13 @@ def test_the_learner_is_compared_with_the_cpu(dtype: str) -> None:
     assert len(checks) == 2 and all(one.passed for one in checks), checks
 
 
-def test_adapters_are_compared_with_the_cpu() -> None:
-    checks = [*check_gpu.check_learner(SIM, "float32", model={"lora": {"rank": 8}})]
-    assert all(one.passed for one in checks), checks
-
-
 def test_a_checkpoint_crosses() -> None:
     (check,) = check_gpu.check_checkpoint(SIM)
     assert check.passed, check
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_sampler_and_learner_agree(dtype: str) -> None:
-    checks = [*check_gpu.check_engine(SIM, dtype)]
+def test_sampler_and_learner_agree() -> None:
+    checks = [*check_gpu.check_engine(SIM, "bfloat16")]
     assert all(one.passed for one in checks), checks
 
 

@@ -125,7 +125,7 @@ def prepare(device: torch.device, tf32: bool, deterministic: bool) -> None:
 def synchronize(device: torch.device) -> None:
     """Wait until the device has done all that it was given: before a time is taken, or memory counted."""
     if device != CPU:
-        torch.accelerator.synchronize(device)
+        torch.get_device_module(device).synchronize(device)
 
 
 def _count(kind: str) -> int:
