@@ -39,7 +39,7 @@ from headrace.trainer.trainer import UnifiedTrainer
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "countdown.toml"
 IMITATE = AlgorithmSection(loss="cross_entropy")
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.15}
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.3}
 """Of log-probabilities on the device, compared with float32 on the CPU."""
 
 
@@ -68,6 +68,7 @@ def samples(count: int, vocabulary: int, longest: int) -> list[Sample]:
 
 
 def settings(device: str, dtype: str, **more: Any) -> RunConfig:
+    """A run of the bundled model on a device; on the CPU through the forward pass of transformers, too."""
     model = {"name": "bundled", "device": device, "dtype": dtype, **({"fast_path": False} if device == "cpu" else {})}
     return build_config({"model": {**model, **more.pop("model", {})}, **more})
 
@@ -90,7 +91,8 @@ def furthest(ours: list[list[float]], theirs: list[list[float]]) -> float:
 def check_learner(device: str, dtype: str, **more: Any) -> Iterator[Check]:
     """Scores and five steps of training, against float32 on the CPU."""
     rows = samples(12, 90, 120)
-    want, wanted = loss_curve(settings("cpu", "float32", **dict(more)), rows, 5)
+    reference = build_config({**more, "model": {"device": "cpu", **more.get("model", {})}})  # the fast path
+    want, wanted = loss_curve(reference, rows, 5)
     got, scores = loss_curve(settings(device, dtype, **dict(more)), rows, 5)
     off, limit = furthest(scores, wanted), TOLERANCE[dtype]
     name = f"{dtype}{', adapters' if more else ''}"
@@ -223,14 +225,17 @@ def main() -> int:
     adapters = {"model": {"lora": {"rank": 8}}}
     parts: dict[str, Callable[[], Iterator[Check]]] = {
         "learner in float32": lambda: check_learner(device, "float32"),
-        "learner in bfloat16": lambda: check_learner(device, narrow),
         "adapters": lambda: check_learner(device, "float32", **adapters),
         "checkpoint": lambda: check_checkpoint(device),
         "engine in float32": lambda: check_engine(device, "float32"),
-        "engine in bfloat16": lambda: check_engine(device, narrow),
         "speed": lambda: check_speed(device),
         "demo": lambda: check_demo(device, 10 if given.quick else 30),
     }
+    if narrow != "float32":
+        parts |= {
+            f"learner in {narrow}": lambda: check_learner(device, narrow),
+            f"engine in {narrow}": lambda: check_engine(device, narrow),
+        }
     checks = [check for name, work in parts.items() for check in attempt(name, work)]
     print("\n## GPU report\n\n| | |\n| --- | --- |")
     print("\n".join(f"| {name} | {value} |" for name, value in machine(given.device)))

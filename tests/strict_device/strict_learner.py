@@ -12,7 +12,7 @@ import torch
 import sim_device
 from contracts.backend_contract import IMITATE, random_samples
 from headrace.algorithms.batching import grad_scale, pack
-from headrace.backends.local import token_losses, tokens
+from headrace.backends.local import offload, token_losses, tokens
 from headrace.backends.local.learner import Learner
 from headrace.config import AlgorithmSection
 from headrace.config.loading import build_config
@@ -240,7 +240,8 @@ def test_masters_survive_a_checkpoint_to_the_bit(tmp_path: Path) -> None:
     assert_same(weights(one), weights(two), 0)
 
 
-def test_offloaded_state_is_on_the_host_but_for_the_step(tmp_path: Path) -> None:
+def test_offloaded_state_is_on_the_host_but_for_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload.HostState.__init__, "__defaults__", (5000,))  # several parts
     plain, one = (learner(SIM, model={"dtype": "bfloat16"}, optimizer={"offload": off}) for off in (False, True))
     for _ in range(2):
         train(plain, IMITATE, 1)

@@ -162,9 +162,10 @@ def _sampled_otherwise(config: RunConfig) -> Iterator[str]:
         return
     if config.run.deterministic:
         yield f"{setting} rounds otherwise for few sequences than for many, against run.deterministic; remove one"
-    for key, usual in (("lora.rank", 0), ("dtype", "float32"), ("fast_path", True)):
-        if (given := attrgetter(key)(config.model)) != usual:
-            yield f"{setting} needs model.{key} = {json.dumps(usual)}, got {json.dumps(given)}; change one of them"
+    needs = (("lora.rank", (0,)), ("dtype", ("float32", "auto")), ("fast_path", (True,)), ("device", ("cpu", "auto")))
+    for key, usual in needs:
+        if (given := attrgetter(key)(config.model)) not in usual:
+            yield f"{setting} needs model.{key} = {json.dumps(usual[0])}, got {json.dumps(given)}; change one of them"
     if algorithm.objective != "rl" or algorithm.correction.name != "none":
         return
     differs = f"{setting} samples from another distribution than the learner's, which"

@@ -84,9 +84,8 @@ class ModelSection(Section):
     tf32: bool = False
     """Let NVIDIA GPUs round the inputs of float32 products to TF32: faster, with about three decimal digits."""
     attention: Literal["auto", "sdpa", "varlen", "flash_attn", "padded"] = "auto"
-    """How packed rows attend in the forward pass of transformers: "sdpa" in bins of similar length, "varlen" with
-    torch's kernel for rows of any length (CUDA), "flash_attn" with that package's, "padded" as a right-padded batch.
-    "auto" takes the fastest that gives this model's own results."""
+    """How packed rows attend in transformers: "sdpa" in bins of similar length, "varlen" and "flash_attn" end to end
+    (CUDA), "padded" as a right-padded batch. "auto" takes the fastest that is right for the model."""
     quantize: Literal["none", "nf4", "fp4", "int8"] = "none"
     """Hold the frozen base model of adapters in so few bits (QLoRA; needs the package bitsandbytes)."""
     lora: LoraSection = LoraSection()

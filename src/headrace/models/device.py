@@ -1,4 +1,4 @@
-"""Which device a model computes on, in which types, and what torch must be told for that."""
+"""Which device a model computes on, in which types, and how torch is set up for that."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def master_dtype(model: ModelSection, optimizer: OptimizerSection) -> torch.dtyp
 
 
 def prepare(device: torch.device, tf32: bool, deterministic: bool) -> None:
-    """Tell torch how to compute on an accelerator. On the CPU there is nothing to tell."""
+    """Set torch up for an accelerator. On the CPU there is nothing to set."""
     if device == CPU:
         return
     if device.type == "cuda":
@@ -125,7 +125,7 @@ def prepare(device: torch.device, tf32: bool, deterministic: bool) -> None:
 def synchronize(device: torch.device) -> None:
     """Wait until the device has done all that it was given: before a time is taken, or memory counted."""
     if device != CPU:
-        torch.accelerator.synchronize(device)
+        torch.get_device_module(device).synchronize(device)
 
 
 def _count(kind: str) -> int:

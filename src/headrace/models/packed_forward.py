@@ -144,7 +144,7 @@ class PackedForward:
 
 
 def _probe_rows(vocabulary: int) -> list[list[int]]:
-    """Rows of different lengths; two begin alike."""
+    """Rows of different lengths; two share a prefix."""
     shared = [(7 * i + 3) % vocabulary for i in range(_SHARED)]
     return [
         [(5 * i + 1) % vocabulary for i in range(6)],

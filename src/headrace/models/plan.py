@@ -13,6 +13,7 @@ from headrace.config import RunConfig
 _BYTES = {"float64": 8.0, "float32": 4.0, "bfloat16": 2.0, "nf4": 0.57, "fp4": 0.57, "int8": 1.0}
 _GIB = 2**30
 _RESERVED = 1.5 * _GIB  # the device's own: context, libraries' workspaces, fragments
+_PART = 2**28  # numbers whose state an offloaded optimizer has on the device at once
 _ACTIVATIONS = (8.5, 4.0, 1.25)
 """Numbers that the backward pass needs of each token and layer: times width, width of the feed-forward, and q, k, v.
 Measured through transformers; tests/models/test_plan.py measures again."""
@@ -136,7 +137,8 @@ def memory_plan(config: RunConfig, shape: ModelShape) -> MemoryPlan:
     }
     copy = base if config.trainer.placement == "separate" else 0.0  # the engine's own weights
     always = parts["parameters"] + parts["reference"] + parts["optimizer"] + copy + _RESERVED * (model.device != "cpu")
-    learning = parts["gradients"] + max(parts["activations"] + parts["logits"], state if offload else 0.0)
+    stepping = min(state, _PART * (3 if masters else 2) * wide) if offload else 0.0
+    learning = parts["gradients"] + max(parts["activations"] + parts["logits"], stepping)
     beside = parts["cache"] if not _releases_cache(config) else 0.0
     plan = {**parts, "weights of the engine": copy, "the device's own": _RESERVED if model.device != "cpu" else 0.0}
     return MemoryPlan(plan, state if offload else 0.0, always + learning + beside, always + parts["cache"])

@@ -19,7 +19,7 @@ def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
     for array in arrays:
         starts.append(size)
         size += -(-array.nbytes // _ALIGNED) * _ALIGNED
-    # pinned memory is copied while the host goes on
+    # pinned memory is copied while the host continues
     whole = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
     content = whole.numpy()
     for array, start in zip(arrays, starts, strict=True):

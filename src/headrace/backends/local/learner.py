@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -175,9 +174,12 @@ class Learner:
 
     def optim_step(self, lr: float, grad_scale: float) -> MetricsAggregator:
         """Scale the accumulated gradient, clip it, apply it, and forget it."""
-        there = nullcontext() if self._host is None else self._host.on_device()
-        with explained(self.device, self.config.backend, "the optimizer's step"), there, self.masters.stepping():
-            metrics = apply_gradient(self.optimizer, lr, grad_scale, self.config.optimizer.grad_clip)
+        clip = self.config.optimizer.grad_clip
+        update = None if self._host is None else self._host.step
+        with explained(self.device, self.config.backend, "the optimizer's step"):
+            given = self.masters.take_gradients()
+            metrics = apply_gradient(self.optimizer, lr, grad_scale, clip, given, update)
+            self.masters.write_back()
         metrics.record_all(self._memory.end_training())
         return metrics
 

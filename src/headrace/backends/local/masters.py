@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -38,14 +37,12 @@ class MasterWeights:
             self._sums[parameter] = parameter.grad.to(self._dtype)
         parameter.grad = None
 
-    @contextmanager
-    def stepping(self) -> Iterator[None]:
-        """Hand the gradients to the copies; after the step, the parameters get the new values."""
-        for parameter, total in self._sums.items():
-            self._masters[parameter].grad = total
+    def take_gradients(self) -> dict[Tensor, Tensor]:
+        """The gradient of each that is optimized. It forgets those of the copies."""
+        sums = {id(self._masters[parameter]): total for parameter, total in self._sums.items()}
         self._sums.clear()
-        yield
-        self.write_back()
+        found = ((p, sums.get(id(p), p.grad)) for p in self.optimized)
+        return {p: gradient for p, gradient in found if gradient is not None}
 
     def clear(self) -> None:
         """Forget the gradients."""

@@ -1,66 +1,91 @@
-"""Optimizer state in host memory: on the device only while a step is made."""
+"""Optimizer state in host memory: a part of it is on the device while that part is updated."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from headrace.models.device import CPU
 
+_PART = 2**28
+"""Numbers that are updated at once: with two moments and a copy of the parameters in float32, 3 GiB."""
+
 
 class HostState:
-    """Moves an optimizer's moments, and the wider copies that it updates, between device and (pinned) host memory.
+    """An optimizer whose moments, and the wider copies that it updates, are in (pinned) host memory.
 
     The host's memory is kept from step to step: pinning it costs more than copying.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, masters: Sequence[nn.Parameter], device: torch.device) -> None:
-        self._optimizer, self._masters, self._device = optimizer, masters, device
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, masters: Sequence[nn.Parameter], device: torch.device, part: int = _PART
+    ) -> None:
+        self._optimizer, self._device, self._part = optimizer, device, part
+        self._masters = {id(master) for master in masters}
         self._kept: dict[tuple[int, str], Tensor] = {}
         self.to_host()
 
-    @contextmanager
-    def on_device(self) -> Iterator[None]:
-        """Everything is on the device within."""
-        self._to_device()
-        try:
-            yield
-        finally:
-            self.to_host()
+    def step(self, gradients: Mapping[Tensor, Tensor]) -> None:
+        """Update what has a gradient, part by part."""
+        for part in self._parts(gradients):
+            for parameter in part:
+                self._to_device(parameter)
+                parameter.grad = gradients[parameter]
+            self._optimizer.step()
+            for parameter in part:
+                parameter.grad = None
+                self._to_host(parameter)
+        self._wait()
 
     def to_host(self) -> None:
         """Copy everything to the host; its memory on the device is free then."""
-        for number, master in enumerate(self._masters):
-            if master.device != CPU:
-                _become(master, self._held((number, "master"), master.detach()))
-        for number, (key, value) in enumerate(self._moments()):
-            self._optimizer.state[key[0]][key[1]] = self._held((number, f"moment {key[1]}"), value)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # the copies run beside the host
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                self._to_host(parameter)
+        self._wait()
 
-    def _to_device(self) -> None:
-        for master in self._masters:
-            _become(master, master.detach().to(self._device, non_blocking=True))
-        for (parameter, name), value in self._moments():
-            self._optimizer.state[parameter][name] = value.to(self._device, non_blocking=True)
+    def _parts(self, gradients: Mapping[Tensor, Tensor]) -> Iterator[list[Tensor]]:
+        part, size = [], 0
+        for parameter in gradients:
+            if part and size + parameter.numel() > self._part:
+                yield part
+                part, size = [], 0
+            part.append(parameter)
+            size += parameter.numel()
+        if part:
+            yield part
 
-    def _moments(self) -> list[tuple[tuple[Tensor, str], Tensor]]:
-        found = self._optimizer.state.items()
-        return [((p, name), value) for p, state in found for name, value in state.items() if isinstance(value, Tensor)]
+    def _to_device(self, parameter: Tensor) -> None:
+        if id(parameter) in self._masters:
+            _become(parameter, parameter.detach().to(self._device, non_blocking=True))
+        state = self._optimizer.state.get(parameter, {})
+        for name, value in state.items():
+            state[name] = value.to(self._device, non_blocking=True)
 
-    def _held(self, key: tuple[int, str], value: Tensor) -> Tensor:
+    def _to_host(self, parameter: Tensor) -> None:
+        if id(parameter) in self._masters:
+            _become(parameter, self._held(parameter, "itself", parameter.detach()))
+        state = self._optimizer.state.get(parameter, {})
+        for name, value in state.items():
+            state[name] = self._held(parameter, name, value)
+
+    def _held(self, parameter: Tensor, name: str, value: Tensor) -> Tensor:
         if value.device == CPU:
             return value
+        key = (id(parameter), name)
         kept = self._kept.get(key)
         if kept is None or kept.shape != value.shape or kept.dtype != value.dtype:
             pin = self._device.type == "cuda"
             kept = self._kept[key] = torch.empty(value.shape, dtype=value.dtype, device=CPU, pin_memory=pin)
         return kept.copy_(value, non_blocking=True)
 
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # the copies run beside the host
 
-def _become(parameter: nn.Parameter, other: Tensor) -> None:
+
+def _become(parameter: Tensor, other: Tensor) -> None:
     """Let a parameter be another tensor, on whatever device: the optimizer knows it by its identity."""
     torch.utils.swap_tensors(parameter, nn.Parameter(other, requires_grad=parameter.requires_grad))
