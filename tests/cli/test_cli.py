@@ -15,7 +15,7 @@ import pytest
 
 from headrace.cli.doctor import EXTRAS
 from headrace.cli.main import app, run
-from headrace.cli.show import to_toml
+from headrace.cli.toml_text import to_toml
 from headrace.config import RunConfig
 from headrace.config.loading import build_config, field_paths, load_config
 

@@ -160,7 +160,7 @@ def test_filters_find_episodes_and_are_in_the_address(looker: Looker) -> None:
     page.fill("#search-text", "breaks")
     page.keyboard.press("Enter")
     page.wait_for_url("**text=breaks*")
-    page.wait_for_selector('[role=status]:has-text("4 found")')
+    page.wait_for_selector('[role=status]:has-text("5 found")')
     for address, found in (
         ("failed=1", 4), ("reward_min=0.5&step=2", None), ("state=restarted", 1), ("decision=filtered", 16),
         ("task=task+3&correct=0", None), ("advantage_min=0.1", None), ("kind=eval&correct=1", 11), ("version=99", 0),

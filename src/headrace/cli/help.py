@@ -120,7 +120,7 @@ def _named_section(annotation: Any) -> type[BaseModel] | None:
 
 
 def _default(field: FieldInfo) -> str:
-    from headrace.cli.show import toml_value
+    from headrace.cli.toml_text import toml_value
 
     if field.is_required():
         return "(required)"
@@ -141,7 +141,7 @@ def _type(field: FieldInfo) -> str:
 
 def _annotation(annotation: Any) -> str:
     """`tuple[str, ...]` as "list of str", `int | None` as "int", a Literal as its choices."""
-    from headrace.cli.show import toml_value
+    from headrace.cli.toml_text import toml_value
 
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Literal:

@@ -27,6 +27,7 @@ from headrace.cli.ledger import ledger
 from headrace.cli.model import model_app
 from headrace.cli.replay import replay
 from headrace.cli.serve import serve_app
+from headrace.cli.show import show
 from headrace.cli.simulate import USAGE as SIMULATE_USAGE
 from headrace.cli.simulate import simulate
 from headrace.cli.train import SFT_USAGE, sft, train
@@ -109,6 +110,15 @@ app.command(
     ),
 )
 app.command(view, name="view", help_epilogue=examples("headrace view", "headrace view runs/countdown --port 0"))
+app.command(
+    show,
+    name="show",
+    help_epilogue=examples(
+        "headrace show runs/countdown",
+        "headrace show runs/countdown 5 17 0 --colour ratio",
+        "headrace show runs/countdown 5 --json",
+    ),
+)
 app.command(replay, name="replay", help_epilogue=examples("headrace replay runs/countdown --until 5"))
 app.command(algorithms, name="algorithms", help_epilogue=examples("headrace algorithms"))
 app.command(

@@ -89,7 +89,7 @@ def _run(read: Callable[[], RunConfig], dry_run: bool) -> int:
 
 def _dry_run(read: Callable[[], RunConfig]) -> int:
     """Check all that can be checked without loading tasks or weights; report every problem at once."""
-    from headrace.cli.show import to_toml
+    from headrace.cli.toml_text import to_toml
     from headrace.config.loading import UnsoundConfigError
     from headrace.config.names import name_problems
     from headrace.config.rules import check_declared, warn_of_long_intervals

@@ -10,6 +10,7 @@ from headrace.errors import LedgerError
 from headrace.ledger.export import plain
 from headrace.ledger.reader import LedgerReader
 from headrace.viewer.store import Missing, RunView
+from headrace.viewer.texts import short
 
 _BINS = 20
 _MOST_GROUPS = 600  # of one page
@@ -113,7 +114,7 @@ def _episodes_of(reader: LedgerReader, group_ids: Sequence[int]) -> dict[int, li
 
 
 def _describe(group: Row, episodes: list[Row], members: dict[int, int]) -> None:
-    group["task_id"] = str(group["task_id"])
+    group |= {name: short(str(group[name])) for name in ("task_id", "source")} | {"reason": short(group["reason"])}
     group["again"] = bool(members[group["group_id"]]) if group["group_id"] in members else None
     group["rewards"] = [plain(row["reward"]) if row["state"] == "finished" else None for row in episodes]
     group["correct"] = [None if row["is_correct"] is None else bool(row["is_correct"]) for row in episodes]
@@ -215,7 +216,7 @@ def _same_task(reader: LedgerReader, task_id: Any, group_id: int) -> list[Row]:
 
 
 def _rollout(view: RunView, reader: LedgerReader, row: Row) -> Row:
-    found = {name: plain(value) for name, value in row.items()}
+    found = {name: short(plain(value)) for name, value in row.items()}
     found["is_correct"] = None if row["is_correct"] is None else bool(row["is_correct"])
     if row["state"] == "running":
         return {**found, "text": "", "tokens": [], "ids": [], "turns": 0, "pruned": False}

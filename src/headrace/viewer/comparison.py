@@ -9,6 +9,7 @@ from headrace.errors import ConfigError
 from headrace.evaluation.sides import SideTask, compare_sides, evaluation_side, training_side
 from headrace.ledger.export import plain
 from headrace.viewer.store import Missing, RunShelf, RunView
+from headrace.viewer.texts import short
 
 _MOST_TASKS = 500
 _PLACE = re.compile(r"(?P<run>.+)@(?P<first>\d+)(?:-(?P<last>\d+))?")
@@ -27,9 +28,11 @@ def evaluation_page(view: RunView, step: int, name: str) -> dict[str, Any]:
             (step, name),
         )
     names = ("id", "task_id", "source", "reward", "is_correct", "termination", "error", "tokens")
-    episodes: list[dict[str, Any]] = [dict(zip(names, map(plain, row), strict=True)) for row in rows]
+    episodes: list[dict[str, Any]] = [
+        dict(zip(names, (short(plain(value)) for value in row), strict=True)) for row in rows
+    ]
     for row in episodes:
-        row["task_id"] = str(row["task_id"])
+        row["task_id"] = short(str(row["task_id"]))
         row["is_correct"] = None if row["is_correct"] is None else bool(row["is_correct"])
     return {"step": step, "set": name, "metrics": plain(metrics), "episodes": episodes}
 

@@ -13,6 +13,7 @@ from headrace.ledger.records import CallRecord, EpisodeRecord, ResultRecord
 from headrace.models.token_text import TokenTexts
 from headrace.viewer.learned import TokenColumns, learned_columns
 from headrace.viewer.store import Missing, RunView, has_times
+from headrace.viewer.texts import short
 
 MOST_TOKENS = 20_000  # of one prompt or reply
 MOST_TEXT = 2 << 20  # characters of one message
@@ -48,11 +49,11 @@ def episode_page(view: RunView, group_id: int, rollout_idx: int, attempt: int | 
         "rollout_idx": rollout_idx,
         "attempt": chosen["attempt"],
         "attempts": attempts,
-        "task_id": str(found["task_id"]),
-        "source": found["source"],
+        "task_id": short(str(found["task_id"])),
+        "source": short(found["source"]),
         "size": found["size"],
         "group_state": found["state"],
-        "reason": found["reason"],
+        "reason": short(found["reason"]),
         "step": None if found["step"] is None else found["step"] + 1,
         "trained_at": steps,
         **_facts(record, episode, chosen),
@@ -78,8 +79,8 @@ def evaluated_page(view: RunView, eval_episode_id: int) -> Row:
         "rollout_idx": episode.rollout_idx,
         "attempt": episode.attempt,
         "attempts": [],
-        "task_id": str(episode.task_id),
-        "source": episode.source,
+        "task_id": short(str(episode.task_id)),
+        "source": short(episode.source),
         **_facts(record, episode, {}),
         "results": [],
         "has_texts": view.texts is not None,
@@ -97,7 +98,7 @@ def _attempts(reader: LedgerReader, group_id: int, rollout_idx: int) -> list[Row
     names = (
         "attempt", "state", "termination", "reward", "error", "duration_s", "seed", "started_at", "finished_at",
     )  # fmt: skip
-    return [dict(zip(names, map(plain, row), strict=True)) for row in rows]
+    return [dict(zip(names, (short(plain(value)) for value in row), strict=True)) for row in rows]
 
 
 def _unfinished(group: Row, place: tuple[int, int, int], calls: Mapping[int, CallRecord]) -> Episode:
@@ -117,7 +118,7 @@ def _facts(record: EpisodeRecord | None, episode: Episode, attempt: Row) -> Row:
         "reward": plain(record.reward) if record else None,
         "is_correct": episode.is_correct,
         "termination": str(episode.termination) if record else None,
-        "error": episode.error,
+        "error": None if episode.error is None else _cut(episode.error),
         "metrics": plain(episode.metrics),
         "seed": str(episode.seed if record else attempt.get("seed")),  # more digits than a number in a browser has
         "oldest_version": record.oldest_version if record else None,

@@ -24,8 +24,8 @@ from headrace.viewer.search import Filters, facets_page, search_page
 from headrace.viewer.store import Missing, RunShelf, RunView
 from headrace.viewer.timeline import timeline_page
 
-_IMPORT = re.compile(r'^import\s*\{[^}]*\}\s*from\s*"\./([\w.]+)";\n', re.MULTILINE)
-_EXPORT = re.compile(r"^export\s+(?=(?:async\s+)?(?:function|class|const|let)\b)", re.MULTILINE)
+_IMPORT = re.compile(r'^import\s*\{([^}]*)\}\s*from\s*"\./([\w.]+)";\n', re.MULTILINE)
+_EXPORT = re.compile(r"^export\s+((?:async\s+)?(?:function|class|const)\s+(\w+))", re.MULTILINE)
 Page = tuple[str, Any]
 
 
@@ -186,13 +186,24 @@ def bundle(entry: str = "main.js") -> str:
     def visit(name: str) -> None:
         if name in order:
             return
-        for other in _IMPORT.findall(_text(name)):
+        for _, other in _IMPORT.findall(_text(name)):
             visit(other)
         order.append(name)
 
     visit(entry)
-    body = "\n".join(_EXPORT.sub("", _IMPORT.sub("", _text(name))) for name in order)
-    return f"(() => {{\n{body}\n}})();\n"
+    return "".join(_as_function(name) for name in order)
+
+
+def _as_function(name: str) -> str:
+    """A module in a scope of its own: it takes what it imports from, and returns what it exports."""
+    text = _text(name)
+    exported = ", ".join(found for _, found in _EXPORT.findall(text))
+    body = _EXPORT.sub(r"\1", _IMPORT.sub(lambda found: f"const {{{found[1]}}} = {_variable(found[2])};\n", text))
+    return f'const {_variable(name)} = (() => {{\n"use strict";\n{body}\nreturn {{ {exported} }};\n}})();\n'
+
+
+def _variable(name: str) -> str:
+    return f"module_{name.removesuffix('.js')}"
 
 
 def _html(data: str) -> str:

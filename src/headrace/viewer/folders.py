@@ -147,6 +147,7 @@ def warnings_of(folder: Path, most: int = 50) -> list[dict[str, str]]:
         when, level, text = line[:23], *_parted(line[24:])
         if level not in ("WARNING", "ERROR", "CRITICAL") and FAILED not in line:
             continue
+        text = text[:2000]
         entry = found.pop(text, {"text": text, "count": 0})
         found[text] = {**entry, "level": level.lower(), "at": when, "count": entry["count"] + 1}
     return list(reversed(found.values()))[:most]

@@ -18,6 +18,7 @@ from headrace.errors import ConfigError, LedgerError
 from headrace.ledger.export import plain
 from headrace.ledger.reader import LedgerReader
 from headrace.viewer.store import RunView, has_times
+from headrace.viewer.texts import short
 
 BUDGET_S = 0.25
 _CHUNK = 20_000  # rows looked at by one statement
@@ -233,7 +234,8 @@ def _advantage_check(filters: Filters) -> Keep:
 
 
 def _polish(row: dict[str, Any], kind: str) -> None:
-    row["task_id"] = str(row["task_id"])
+    row |= {name: short(row[name]) for name in ("error", "reason", "source", "termination", "group_state")}
+    row["task_id"] = short(str(row["task_id"]))
     row["reward"] = plain(row["reward"]) if row["error"] is None else None
     row["is_correct"] = None if row["is_correct"] is None else bool(row["is_correct"])
     if row["step"] is not None and kind == "train":
@@ -253,5 +255,8 @@ def facets_page(view: RunView) -> dict[str, Any]:
             "sets": reader.rows("SELECT DISTINCT name FROM evaluations"),
         }
         timed = has_times(reader)
-    found = {name: sorted(str(value) for (value,) in rows if value is not None) for name, rows in facets.items()}
+    found = {
+        name: sorted(str(value) for (value,) in rows if value is not None and len(str(value)) < 200)
+        for name, rows in facets.items()
+    }
     return {**found, "episodes": newest, "has_times": timed}

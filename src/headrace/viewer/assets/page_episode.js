@@ -72,7 +72,7 @@ function episodeBody(context, id, page) {
   const none = page.pruned ? empty("The messages were deleted", "ledger.keep_steps keeps rewards and counts of older episodes only.") : empty(page.state === "running" ? "Nothing was answered yet" : "No messages", page.state === "running" ? "Turns appear here as the model answers." : "The episode ended before the model said anything.");
   const colours = colourBar(context, page, views);
   return [
-    episodeStats(id, page), page.error && h("div", { class: "notice bad" }, h("b", null, "Failed: "), visible(page.error)),
+    episodeStats(id, page), page.error && h("div", { class: "notice bad" }, h("b", null, "Failed "), longText(page.error)),
     !page.has_texts && page.trajectories.length > 0 && h("div", { class: "notice" }, "The tokenizer of this run's model is not on this machine: tokens show as their ids, and replies as text."),
     h("div", { class: "columns" }, h("div", { class: "stack" }, views.length > 0 && colours, conversation.length ? conversation : h("div", { class: "panel" }, none)), h("aside", { class: "stack" }, panel, results(page), attempts(page))),
   ];
