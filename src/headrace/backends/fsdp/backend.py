@@ -12,12 +12,12 @@ import torch
 from headrace.backends.base import Scorer, Trained
 from headrace.backends.fsdp.group import LearnerGroup
 from headrace.backends.fsdp.launching import new_ranks, rank_count
-from headrace.backends.fsdp.sending import RankBuffers, RankWeights
+from headrace.backends.fsdp.sending import RankBuffers, RankSender, RankWeights
 from headrace.backends.local.numerics import numerics
 from headrace.backends.local.token_losses import require_known_losses
 from headrace.config import AlgorithmSection, RunConfig
 from headrace.data.episode import Step
-from headrace.data.sample import TrainBatch
+from headrace.data.sample import NO_VERSION, Sample, TrainBatch
 from headrace.engines.base import ModelHost
 from headrace.engines.placement import check_threads
 from headrace.errors import ConfigError
@@ -25,6 +25,8 @@ from headrace.models.catalog import resolve_model
 from headrace.models.load import load_tokenizer
 from headrace.models.tensor_threads import TensorThread
 from headrace.tracking.metrics import MetricsAggregator
+from headrace.weights.canary import Rows
+from headrace.weights.sender import TO_SERVERS
 
 T = TypeVar("T")
 
@@ -32,7 +34,7 @@ T = TypeVar("T")
 class FsdpBackend:
     """Full fine-tuning or LoRA by N ranks that hold a shard each. What they compute is what one rank would."""
 
-    transports: ClassVar[tuple[str, ...]] = ("shared_memory",)
+    transports: ClassVar[tuple[str, ...]] = ("shared_memory", *TO_SERVERS)
 
     def __init__(self, config: RunConfig) -> None:
         self.tokenizer = load_tokenizer(config.model.name)
@@ -55,9 +57,18 @@ class FsdpBackend:
         return {**numerics(config), "ranks": str(rank_count(config))}
 
     def host(self, transport: str) -> ModelHost:
-        facts = self._facts
-        sender = RankBuffers(self._weights, facts["infos"])
-        return ModelHost(self.tokenizer, facts["eos_ids"], facts["max_length"], self._weights, sender)
+        facts, weights = self._facts, self._weights
+        sender = (
+            RankBuffers(weights, facts["infos"]) if transport == "shared_memory" else RankSender(transport, weights)
+        )
+        return ModelHost(
+            self.tokenizer, facts["eos_ids"], facts["max_length"], weights, sender, self._score, facts["vocabulary"]
+        )
+
+    async def _score(self, rows: Rows) -> list[list[float]]:
+        samples = [given_text(row) for row in rows]
+        batch = TrainBatch(tuple(samples), (1.0,) * len(samples), (), len(samples))
+        return await self.compute_logprobs(batch)
 
     async def forward_backward(self, batch: TrainBatch, algorithm: AlgorithmSection) -> Trained:
         return await self._on_thread(lambda: self.group.forward_backward(batch, algorithm))
@@ -95,6 +106,13 @@ class FsdpBackend:
 
     async def _on_thread(self, function: Callable[[], T]) -> T:
         return await asyncio.wrap_future(self._thread.submit(function))
+
+
+def given_text(tokens: Sequence[int]) -> Sample:
+    """A row that no policy sampled."""
+    targets = len(tokens) - 1
+    zeros = (0.0,) * targets
+    return Sample(tuple(tokens), (1,) * targets, zeros, (NO_VERSION,) * targets, zeros)
 
 
 def _check_ranks(config: RunConfig) -> None:
