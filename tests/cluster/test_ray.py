@@ -24,11 +24,11 @@ from headrace.judge.router import GuardedJudger, configured_judger
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
 
-from ray.cluster_utils import Cluster  # noqa: E402
+from ray.cluster_utils import Cluster  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 from headrace.cluster.placement import open_placements, place  # noqa: E402
 from headrace.cluster.status import cluster_status  # noqa: E402
-from headrace.judge.ray import RayJudger, serialisable  # noqa: E402
+from headrace.judge.actors import RayJudger, serialisable  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -46,12 +46,12 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture
 def section(cluster: Cluster) -> ClusterSection:
-    return ClusterSection(address=cluster.address, judger={"CPU": 0.2}, patience_s=30, strategy="SPREAD")
+    return ClusterSection(address=str(cluster.address), judger={"CPU": 0.2}, patience_s=30, strategy="SPREAD")
 
 
 def episode(text: str) -> Episode:
-    step = Step(messages=({"role": "user", "content": "?"},), text=text, prompt_ids=(1,), response_ids=(2,))
-    return Episode("t", (Trajectory("agent", (step,)),))
+    step = Step((1,), (2,), (-0.5,), (0,), messages=({"role": "user", "content": "?"},), text=text)
+    return Episode("t", (Trajectory((step,)),))
 
 
 TASK = Task("t", ({"role": "user", "content": "?"},), answer="yes")
@@ -173,12 +173,12 @@ def test_status_shows_nodes_placements_and_versions(
     cluster: Cluster, section: ClusterSection, capsys: pytest.CaptureFixture[str]
 ) -> None:
     placed = place("judger", 2, {"CPU": 0.5}, section)
-    found = cluster_status(cluster.address)
+    found = cluster_status(str(cluster.address))
     assert [node.health for node in found.nodes if node.health != "dead"] == ["ok", "ok"]
     assert all(node.versions["ray"] == ray.__version__ for node in found.nodes if node.health == "ok")
     (shown,) = found.placements
     assert shown.what == "judger" and shown.state == "CREATED" and len(set(shown.nodes)) == 2
-    assert run(["cluster", "status", cluster.address]) in (0, 1)
+    assert run(["cluster", "status", str(cluster.address)]) in (0, 1)
     out = capsys.readouterr().out
     assert "judger" in out and "pool=second" in out and "CPU 1.5/2" in out
     placed.close()
