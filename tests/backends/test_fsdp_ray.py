@@ -105,7 +105,7 @@ def test_ranks_that_hang_are_ended_with_their_stacks_in_the_log(
     assert "rank 1 hangs in wait" in caplog.text and "in wait" in caplog.text
 
 
-def test_with_a_lost_node_auto_ranks_go_on_with_fewer(cluster: Cluster, tmp_path: Path) -> None:
+def test_with_a_lost_node_auto_ranks_go_on_with_fewer_and_grow_back(cluster: Cluster, tmp_path: Path) -> None:
     node = cluster.add_node(num_cpus=1, resources={"seat": 1}, **_SMALL)
     other = cluster.add_node(num_cpus=1, resources={"seat": 1}, **_SMALL)
     cluster.wait_for_nodes()
@@ -120,6 +120,11 @@ def test_with_a_lost_node_auto_ranks_go_on_with_fewer(cluster: Cluster, tmp_path
             steps(group, PPO, [seed])
         time.sleep(1.0)
     assert hit.restarts >= 1 and hit.ranks.size == 1
+    cluster.add_node(num_cpus=1, resources={"seat": 1}, **_SMALL)
+    cluster.wait_for_nodes()
+    hit.save(tmp_path / "saved")
+    hit.saved(tmp_path / "saved")
+    assert hit.ranks.size == 2  # it has grown back
     ours, theirs = (group.together("weights")[0] for group in (calm, hit))
     assert all(torch.allclose(ours[name], theirs[name], rtol=1e-8, atol=1e-12) for name in ours)
     calm.close()

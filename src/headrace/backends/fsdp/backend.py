@@ -11,7 +11,7 @@ import torch
 
 from headrace.backends.base import Scorer, Trained
 from headrace.backends.fsdp.group import LearnerGroup
-from headrace.backends.fsdp.launching import new_ranks, rank_count
+from headrace.backends.fsdp.launching import new_launcher, rank_count
 from headrace.backends.fsdp.sending import RankBuffers, RankSender, RankWeights
 from headrace.backends.local.numerics import numerics
 from headrace.backends.local.token_losses import require_known_losses
@@ -40,7 +40,7 @@ class FsdpBackend:
         self.tokenizer = load_tokenizer(config.model.name)
         self._thread = TensorThread("headrace-ranks", stays=True)
         budget = config.backend.micro_batch_tokens
-        self.group = self._thread.submit(lambda: LearnerGroup(lambda: new_ranks(config), budget)).result()
+        self.group = self._thread.submit(lambda: LearnerGroup(new_launcher(config), budget)).result()
         self._facts: dict[str, Any] = self._thread.submit(lambda: self.group.together("facts")[0]).result()
         self._weights = RankWeights(self.group, self._on_thread)
 
