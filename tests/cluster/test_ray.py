@@ -35,6 +35,8 @@ from headrace.judge.actors import RayJudger, serialisable  # noqa: E402
 def cluster() -> Iterator[Cluster]:
     """A head and a second node, which has the label "pool"."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    # workers must find the judgers of this module
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     small: dict[str, Any] = {"object_store_memory": 100 * 2**20}
     nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False, **small})
     nodes.add_node(num_cpus=2, labels={"pool": "second"}, **small)
@@ -152,6 +154,19 @@ def test_what_cannot_be_sent_is_refused_or_left_out(section: ClusterSection) -> 
     whole = Task("t", ({"role": "user", "content": "?"},), metadata={"lock": threading.Lock(), "n": 1})
     assert serialisable(whole).metadata == {"lock": None, "n": 1}
     assert serialisable(TASK) is TASK
+
+
+def test_a_judger_that_its_actor_cannot_build_is_an_error_at_once(section: ClusterSection) -> None:
+    here = os.getpid()
+
+    def recipe() -> Judger:
+        if os.getpid() != here:
+            raise ModuleNotFoundError("No module named 'mine'")
+        return Slow()
+
+    with pytest.raises(ConfigError, match=r"cannot be built in an actor: .*No module named 'mine'"):
+        RayJudger(recipe, 1, 1, section)
+    assert open_placements() == []
 
 
 def test_labels_choose_nodes_and_what_does_not_fit_is_an_error(cluster: Cluster, section: ClusterSection) -> None:
