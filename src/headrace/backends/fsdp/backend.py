@@ -39,8 +39,8 @@ class FsdpBackend:
     def __init__(self, config: RunConfig) -> None:
         self.tokenizer = load_tokenizer(config.model.name)
         self._thread = TensorThread("headrace-ranks", stays=True)
-        budget = config.backend.micro_batch_tokens
-        self.group = self._thread.submit(lambda: LearnerGroup(new_launcher(config), budget)).result()
+        cut = (config.backend.micro_batch_tokens, config.run.deterministic)
+        self.group = self._thread.submit(lambda: LearnerGroup(new_launcher(config), *cut)).result()
         self._facts: dict[str, Any] = self._thread.submit(lambda: self.group.together("facts")[0]).result()
         self._weights = RankWeights(self.group, self._on_thread)
 
@@ -124,6 +124,11 @@ def _check_ranks(config: RunConfig) -> None:
         )
     if config.cluster.address and section.ranks == "auto":
         size = section.shard or size  # a multiple is chosen
+    if ":" in config.model.device and size > 1:
+        raise ConfigError(
+            f'model.device = "{config.model.device}" is one device, and each of {size} ranks has its own; leave the '
+            f"number out"
+        )
     if section.shard and (section.shard > size or size % section.shard):
         raise ConfigError(
             f"backend.shard = {section.shard} ranks hold the model between them, and backend.ranks = {size} is no "

@@ -29,8 +29,8 @@ _MOST_LOSSES = 3
 class LearnerGroup:
     """Synchronous, called on one thread. A group that is started again may have fewer ranks, or more."""
 
-    def __init__(self, launcher: Launcher, budget: int) -> None:
-        self._launcher, self._budget = launcher, budget
+    def __init__(self, launcher: Launcher, budget: int, groups_apart: bool = False) -> None:
+        self._launcher, self._cut = launcher, (budget, groups_apart)
         self._log = CallLog()
         self.restarts = 0
         self.ranks = self._started()
@@ -155,7 +155,7 @@ class LearnerGroup:
     # ---- one call --------------------------------------------------------------------------------------------------
 
     def _learn(self, batch: TrainBatch, algorithm: AlgorithmSection) -> Trained:
-        shares = shares_of(batch, self.ranks.size, self._budget)
+        shares = shares_of(batch, self.ranks.size, *self._cut)
         try:
             found = self.ranks.call("learn_share", shares, [algorithm] * self.ranks.size)
         except DivergedError:
@@ -164,7 +164,7 @@ class LearnerGroup:
         return merge_trained(shares, found, len(batch.samples))
 
     def _spread(self, method: str, batch: TrainBatch, *arguments: Any) -> list[Any]:
-        shares = shares_of(batch, self.ranks.size, self._budget)
+        shares = shares_of(batch, self.ranks.size, *self._cut)
         more = [[argument] * self.ranks.size for argument in arguments]
         return gather_rows(shares, self.ranks.call(method, shares, *more), len(batch.samples))
 

@@ -59,10 +59,9 @@ class RankLearner(Learner):
         self._diverged = None
         self._memory.begin_training()
         try:
-            for number in range(share.passes):
-                self._valued = share.valued[number]
-                if number < len(share.batch.micro_batches):
-                    self._learn(share.batch, share.batch.micro_batches[number], algorithm, found)
+            for indices, self._valued in zip(share.batch.micro_batches, share.valued, strict=True):
+                if indices:
+                    self._learn(share.batch, indices, algorithm, found)
                 else:
                     self._learn_nothing(algorithm)
                 progress.made()
@@ -226,11 +225,10 @@ class RankLearner(Learner):
         return scored[: len(share.rows)]
 
     def _padded(self, share: Share) -> tuple[TrainBatch, tuple[tuple[int, ...], ...]]:
-        """The share with an empty row behind its own, and as many micro-batches as all ranks run."""
+        """The share with one more row, which stands in micro-batches that are empty."""
         batch, count = share.batch, len(share.rows)
-        missing = share.passes - len(batch.micro_batches)
         padded = TrainBatch((*batch.samples, EMPTY), (*batch.weights, 0.0), (), 0)
-        return padded, (*batch.micro_batches, *(((count,),) * missing))
+        return padded, tuple(indices or (count,) for indices in batch.micro_batches)
 
 
 def _reporting(micro_batches: Sequence[Sequence[int]]) -> Iterator[Sequence[int]]:

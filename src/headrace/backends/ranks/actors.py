@@ -75,11 +75,10 @@ class RayRanks:
         self._nodes: list[tuple[str, str]] = []
 
     def start(self) -> None:
-        groups = {"watch": 1}
-        kind: Any = ray.remote(RankActor)
+        # threads of their own: one computes, one answers whoever watches
+        kind: Any = ray.remote(concurrency_groups={"watch": 1}, max_restarts=0)(RankActor)
         for given in self._options:
-            # threads of their own: one computes, one answers whoever watches
-            self._actors.append(kind.options(**given, concurrency_groups=groups, max_restarts=0).remote())
+            self._actors.append(kind.options(**given).remote())
         self._nodes = self._get([a.where.options(concurrency_group="watch").remote() for a in self._actors], "start")
         asked = [a.build.remote(self._program, rank, self.size) for rank, a in enumerate(self._actors)]
         self._collect("start", dict(enumerate(asked)), max(self._timeout_s, START_S))
