@@ -47,6 +47,19 @@ class Round:
         return self.pipe_s / self.thread_s
 
 
+@dataclass(frozen=True, slots=True)
+class Given:
+    """Launches ranks that are there already."""
+
+    ranks: Ranks
+
+    def new(self) -> Ranks:
+        return self.ranks
+
+    def has_more(self) -> bool:
+        return False
+
+
 class Side:
     """A learner and how it is reached."""
 
@@ -62,10 +75,8 @@ class Side:
         )
         program = rank_program(config, threads=1)
 
-        def new_ranks() -> Ranks:
-            return PipeRanks(program, 1, 600.0, [environment(0, 1)]) if piped else ThreadRank(program)
-
-        self.group = LearnerGroup(new_ranks, config.backend.micro_batch_tokens)
+        ranks = PipeRanks(program, 1, 600.0, [environment(0, 1)]) if piped else ThreadRank(program)
+        self.group = LearnerGroup(Given(ranks), config.backend.micro_batch_tokens)
         self.buffers = RankBuffers(RankWeights(self.group, None), self.group.together("facts")[0]["infos"])  # type: ignore[arg-type]
 
     def step(self, batch: TrainBatch) -> float:

@@ -13,7 +13,7 @@ from torch import Tensor
 from contracts.backend_contract import random_samples
 from headrace.algorithms.batching import grad_scale, pack
 from headrace.backends.fsdp.group import LearnerGroup
-from headrace.backends.fsdp.launching import new_ranks
+from headrace.backends.fsdp.launching import new_launcher
 from headrace.backends.local.learner import Learner
 from headrace.config import AlgorithmSection, RunConfig
 from headrace.config.loading import build_config
@@ -92,7 +92,7 @@ def losses() -> list[Case]:
 
 
 def new_group(config: RunConfig) -> LearnerGroup:
-    return LearnerGroup(lambda: new_ranks(config), config.backend.micro_batch_tokens)
+    return LearnerGroup(new_launcher(config), config.backend.micro_batch_tokens)
 
 
 def new_learner(case: Case) -> Learner:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from headrace.cli.main import run
 from headrace.cluster.launch.job import Job
 from headrace.cluster.launch.kubernetes import render_k8s
-from headrace.cluster.launch.ray import render_ray
+from headrace.cluster.launch.ray_job import render_ray
 from headrace.cluster.launch.slurm import render_slurm
 from headrace.cluster.launch.yaml import to_yaml
 from headrace.config.loading import build_config, load_config

@@ -24,17 +24,19 @@ from headrace.judge.router import GuardedJudger, configured_judger
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
 
-from ray.cluster_utils import Cluster  # noqa: E402
+from ray.cluster_utils import Cluster  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 from headrace.cluster.placement import open_placements, place  # noqa: E402
 from headrace.cluster.status import cluster_status  # noqa: E402
-from headrace.judge.ray import RayJudger, serialisable  # noqa: E402
+from headrace.judge.actors import RayJudger, serialisable  # noqa: E402
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """A head and a second node, which has the label "pool"."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    # workers must find the judgers of this module
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     small: dict[str, Any] = {"object_store_memory": 100 * 2**20}
     nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False, **small})
     nodes.add_node(num_cpus=2, labels={"pool": "second"}, **small)
@@ -46,12 +48,12 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture
 def section(cluster: Cluster) -> ClusterSection:
-    return ClusterSection(address=cluster.address, judger={"CPU": 0.2}, patience_s=30, strategy="SPREAD")
+    return ClusterSection(address=str(cluster.address), judger={"CPU": 0.2}, patience_s=30, strategy="SPREAD")
 
 
 def episode(text: str) -> Episode:
-    step = Step(messages=({"role": "user", "content": "?"},), text=text, prompt_ids=(1,), response_ids=(2,))
-    return Episode("t", (Trajectory("agent", (step,)),))
+    step = Step((1,), (2,), (-0.5,), (0,), messages=({"role": "user", "content": "?"},), text=text)
+    return Episode("t", (Trajectory((step,)),))
 
 
 TASK = Task("t", ({"role": "user", "content": "?"},), answer="yes")
@@ -154,6 +156,19 @@ def test_what_cannot_be_sent_is_refused_or_left_out(section: ClusterSection) -> 
     assert serialisable(TASK) is TASK
 
 
+def test_a_judger_that_its_actor_cannot_build_is_an_error_at_once(section: ClusterSection) -> None:
+    here = os.getpid()
+
+    def recipe() -> Judger:
+        if os.getpid() != here:
+            raise ModuleNotFoundError("No module named 'mine'")
+        return Slow()
+
+    with pytest.raises(ConfigError, match=r"cannot be built in an actor: .*No module named 'mine'"):
+        RayJudger(recipe, 1, 1, section)
+    assert open_placements() == []
+
+
 def test_labels_choose_nodes_and_what_does_not_fit_is_an_error(cluster: Cluster, section: ClusterSection) -> None:
     placed = place("judger", 2, {"CPU": 0.5}, section.model_copy(update={"labels": {"pool": "second"}}))
     assert len(set(placed.node_names())) == 1
@@ -173,12 +188,12 @@ def test_status_shows_nodes_placements_and_versions(
     cluster: Cluster, section: ClusterSection, capsys: pytest.CaptureFixture[str]
 ) -> None:
     placed = place("judger", 2, {"CPU": 0.5}, section)
-    found = cluster_status(cluster.address)
+    found = cluster_status(str(cluster.address))
     assert [node.health for node in found.nodes if node.health != "dead"] == ["ok", "ok"]
     assert all(node.versions["ray"] == ray.__version__ for node in found.nodes if node.health == "ok")
     (shown,) = found.placements
     assert shown.what == "judger" and shown.state == "CREATED" and len(set(shown.nodes)) == 2
-    assert run(["cluster", "status", cluster.address]) in (0, 1)
+    assert run(["cluster", "status", str(cluster.address)]) in (0, 1)
     out = capsys.readouterr().out
     assert "judger" in out and "pool=second" in out and "CPU 1.5/2" in out
     placed.close()

@@ -133,6 +133,7 @@ RUNS: list[dict[str, Any]] = [
     {"eval": {"sets": {"x": {"tasks": "countdown", "workflow": "mine.py:run", "judger": "exact"}}}},
     {"simulate": {"from_run": "runs/x", "slow_share": 0.1}},
     {"simulate": {"slow_share": 0.1}},
+    {"simulate": {"fleet": {"weights_gb": 1.0, "mtbf_h": 5.0, "transport": "file"}}},
     {"workflow": {"name": "environment"}},
     {"workflow": {"name": "tool_agent"}, "rollout": {"max_tool_calls": 2}},
     {"workflow": {"name": "tool_agent"}, "rollout": {"max_tool_calls": 2, "max_episode_tokens": 100}},

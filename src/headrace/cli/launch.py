@@ -43,7 +43,7 @@ def launch(
 
 def _rendered(job: Job, on: str) -> str:
     from headrace.cluster.launch.kubernetes import render_k8s
-    from headrace.cluster.launch.ray import render_ray
+    from headrace.cluster.launch.ray_job import render_ray
     from headrace.cluster.launch.slurm import render_slurm
 
     if on == "slurm":
@@ -53,7 +53,7 @@ def _rendered(job: Job, on: str) -> str:
 
 def _submitted(job: Job, on: str) -> str:
     from headrace.cluster.launch.kubernetes import submit_k8s
-    from headrace.cluster.launch.ray import submit_ray
+    from headrace.cluster.launch.ray_job import submit_ray
     from headrace.cluster.launch.slurm import submit_slurm
 
     if on == "slurm":

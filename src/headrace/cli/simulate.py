@@ -11,11 +11,13 @@ from cyclopts import Parameter
 from headrace.cli.train import RunFile, read_run
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from rich.table import Table
 
+    from headrace.config import FleetSection
     from headrace.scheduling.simulation.grid import GridPoint, Simulated
+    from headrace.scheduling.simulation.tally import Outcome
 
 USAGE = "Usage: headrace simulate FILE.toml [OVERLAY.toml ...] [--section.key value ...] [OPTIONS]"
 
@@ -54,6 +56,12 @@ def simulate(
     slow        how often slow tasks are trained, relative to how often they
                 are started, by groups and by tokens; 100% is no bias
     long        mean duration of trained groups, relative to that of all
+    lost        nodes that were lost, and the share of generation that this cost
+    sync        seconds of one weight sync
+    cost        price of a million trained tokens
+
+    The last three come with [simulate.fleet]: engine replicas, losses of nodes,
+    how weights reach engines, and prices.
 
     Any setting can be given as `--section.key value`; `headrace train --help all`
     lists them. Not simulated: the forward pass in which "trust" measures old
@@ -96,6 +104,22 @@ _COLUMNS = (
 )  # fmt: skip
 
 
+_FLEET: dict[str, tuple[Callable[[Simulated], bool], Callable[[Outcome], str]]] = {
+    "lost\nnodes": (lambda item: bool(_fleet(item).mtbf_h), lambda found: str(found.lost_nodes)),
+    "\ntime": (lambda item: bool(_fleet(item).mtbf_h), lambda found: f"{found.lost_time:.1%}"),
+    "sync (s)": (lambda item: bool(_fleet(item).weights_gb), lambda found: f"{found.sync_s:.3g}"),
+    "cost per\nM tokens": (
+        lambda item: bool(_fleet(item).engine_price or _fleet(item).learner_price),
+        lambda found: f"{found.cost_per_million:.4g}",
+    ),
+}
+"""Columns of [simulate.fleet]: when they are shown, and what."""
+
+
+def _fleet(item: Simulated) -> FleetSection:
+    return item.point.config.simulate.fleet
+
+
 def _table(done: Sequence[Simulated]) -> Table:
     from rich.table import Table
 
@@ -103,7 +127,8 @@ def _table(done: Sequence[Simulated]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in names:
         table.add_column(name.replace(".", ".\n", 1), style="bold", no_wrap=True)
-    for column in _COLUMNS:
+    fleet = {column: show for column, (shown, show) in _FLEET.items() if any(map(shown, done))}
+    for column in (*_COLUMNS, *fleet):
         table.add_column(column, justify="right", no_wrap=True)
     for item in done:
         found = item.outcome
@@ -119,6 +144,7 @@ def _table(done: Sequence[Simulated]) -> Table:
             f"{found.slow_groups:.0%}",
             f"{found.slow_tokens:.0%}",
             f"{found.duration_bias:.0%}",
+            *(show(found) for show in fleet.values()),
         )
     return table
 

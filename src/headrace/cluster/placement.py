@@ -68,7 +68,7 @@ class Placed:
 def place(what: str, count: int, resources: Mapping[str, float], cluster: ClusterSection) -> Placed:
     """Reserve `count` bundles. ConfigError if no nodes can hold them within `cluster.patience_s`."""
     connect(cluster)
-    selectors = [dict(cluster.labels)] * count if cluster.labels else None
+    selectors: Any = [dict(cluster.labels)] * count if cluster.labels else None
     group = placement_group(
         [dict(resources)] * count, cluster.strategy, f"{PREFIX}{what}", bundle_label_selector=selectors
     )
@@ -102,7 +102,7 @@ def described(what: str, resources: Mapping[str, float], nodes: list[str]) -> st
 
 
 def _no_room(what: str, count: int, resources: Mapping[str, float], cluster: ClusterSection) -> str:
-    free: dict[str, float] = ray.available_resources()
+    free: Mapping[str, float] = ray.available_resources()
     shown = ", ".join(f"{name} {free.get(name, 0):g}" for name in resources)
     labels = f" with labels {cluster.labels}" if cluster.labels else ""
     return (

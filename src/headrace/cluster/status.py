@@ -89,7 +89,7 @@ def _node(
     total = {key: value for key, value in node.get("Resources", {}).items() if not key.startswith("node:")}
     labels = {key: value for key, value in node.get("Labels", {}).items() if key != "ray.io/node-id"}
     free = _available().get(one, {})
-    return NodeStatus(names.get(one, node["NodeManagerAddress"]), health, free, total, labels, versions)
+    return NodeStatus(str(names.get(one) or node["NodeManagerAddress"]), health, free, total, labels, versions)
 
 
 def _available() -> dict[str, dict[str, float]]:

@@ -23,7 +23,14 @@ from headrace.config.algorithm import (
 from headrace.config.base import Section, flatten
 from headrace.config.cluster import ClusterSection, K8sSection, LaunchSection, RayJobsSection, SlurmSection
 from headrace.config.data import CurriculumSection, DataSection, EvalSection, EvalSet, MixtureSection, SourceSection
-from headrace.config.loop import AlarmSection, DriftSection, ProduceSection, SimulateSection, TrainerSection
+from headrace.config.loop import (
+    AlarmSection,
+    DriftSection,
+    FleetSection,
+    ProduceSection,
+    SimulateSection,
+    TrainerSection,
+)
 from headrace.config.run import (
     BackendSection,
     LedgerSection,
@@ -53,6 +60,7 @@ __all__ = [
     "EvalSet",
     "EvaluatorConfig",
     "FilterSection",
+    "FleetSection",
     "GatewaySection",
     "JudgeSection",
     "K8sSection",

@@ -369,6 +369,26 @@ PRUNES = Condition(
 GIVEN_DURATIONS = Condition(
     lambda s: s.own.from_run is None, "simulate.from_run has measured it", "remove one of the two"
 )
+GIVEN_SLOTS = Condition(
+    lambda s: s.c.simulate.from_run is None,
+    "the durations of simulate.from_run were measured on the engines that the run had",
+    "remove one of the two",
+)
+NODES_ARE_LOST = Condition(
+    lambda s: s.own.mtbf_h > 0 or varies(s.c, "simulate.fleet.mtbf_h"),
+    "simulate.fleet.mtbf_h is 0, so no node is lost",
+    "remove it, or set simulate.fleet.mtbf_h",
+)
+SYNC_COSTS = Condition(
+    lambda s: s.own.weights_gb > 0 or varies(s.c, "simulate.fleet.weights_gb"),
+    "simulate.fleet.weights_gb is 0, so weight syncs are part of simulate.learn_s",
+    "remove it, or set simulate.fleet.weights_gb",
+)
+SYNC_BY_FILE = Condition(
+    lambda s: s.own.transport == "file" or varies(s.c, "simulate.fleet.transport"),
+    'simulate.fleet.transport is "{own.transport}"',
+    'remove it, or set simulate.fleet.transport = "file"',
+)
 SLOW_TASKS = Condition(
     lambda s: s.own.slow_share > 0 or varies(s.c, "simulate.slow_share"),
     "simulate.slow_share is 0",

@@ -128,6 +128,43 @@ class DriftSection(Section):
     )
 
 
+class FleetSection(Section):
+    """The machines of a simulated run: how many, how often they are lost, how weights reach them, what they cost."""
+
+    engines: int = Field(default=1, ge=1, le=1_000_000)
+    """Engine replicas, which share rollout.max_concurrent; each on a node of its own."""
+    learners: int = Field(default=1, ge=1, le=1_000_000)
+    """Nodes of the learner. The loss of one stops it."""
+    mtbf_h: float = Field(default=0.0, ge=0, le=1e9)
+    """Mean hours between two losses of one node; 0: none is lost."""
+    recovery_s: float = Field(default=300.0, gt=0, le=LONGEST_S)
+    """Seconds until a lost node is replaced. The groups of a lost engine begin again on others; after the loss of a
+    learner, the steps since the last checkpoint (trainer.save_every_s) are repeated from the record."""
+    weights_gb: float = Field(default=0.0, ge=0, le=1e6)
+    """Size of the weights that each sync sends; 0 takes syncs as part of simulate.learn_s."""
+    transport: Literal["direct", "tree", "file"] = "direct"
+    """How they travel: the learner sends them to every engine, engines pass them on to each other, or they are written
+    to a shared file system that all engines read."""
+    bandwidth_gbps: float = Field(default=100.0, gt=0, le=1e6)
+    """Gigabits per second of each node's network."""
+    storage_gbps: float = Field(default=200.0, gt=0, le=1e6)
+    """Gigabits per second of the shared file system, for all readers together."""
+    sent_share: float = Field(default=1.0, gt=0, le=1)
+    """Share of the weights that a sync sends; below 1 for a delta sync."""
+    engine_price: float = Field(default=0.0, ge=0, le=1e6)
+    """Price of an engine node per hour."""
+    learner_price: float = Field(default=0.0, ge=0, le=1e6)
+    """Price of a learner node per hour."""
+
+    effects: ClassVar = declare(
+        when.GIVEN_SLOTS("engines", "mtbf_h"),
+        always("learners", "weights_gb", "engine_price", "learner_price"),
+        when.NODES_ARE_LOST("recovery_s"),
+        when.SYNC_COSTS("transport", "bandwidth_gbps", "sent_share"),
+        when.SYNC_BY_FILE("storage_gbps"),
+    )
+
+
 class SimulateSection(Section):
     """What `headrace simulate` assumes, and which settings it compares."""
 
@@ -163,6 +200,8 @@ class SimulateSection(Section):
     """Settings to compare: a key of the run file and its values. Every combination is simulated."""
     drift: DriftSection = DriftSection()
     """How far the policy moves, for staleness policies that measure it."""
+    fleet: FleetSection = FleetSection()
+    """The machines, their losses, weight syncs and prices."""
 
     effects: ClassVar = declare(
         always("from_run", "steps", "warmup", "grid"),

@@ -157,7 +157,7 @@ def placed_judger(config: AgentConfig, recipe: Callable[[], Judger]) -> GuardedJ
     judge = config.judge
     if judge.placement == "local":
         return GuardedJudger(recipe(), judge)
-    new = load_object("headrace.judge.ray:RayJudger")
+    new = load_object("headrace.judge.actors:RayJudger")
     return GuardedJudger(new(recipe, judge.actors, judge.concurrency, config.cluster), judge)
 
 

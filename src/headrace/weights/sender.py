@@ -65,6 +65,11 @@ class ServerSender:
 
 def server_sender(transport: str, source: ModelWeights) -> ServerSender:
     """The sender of a transport to servers."""
+    return ServerSender(new_transfer(transport), source)
+
+
+def new_transfer(transport: str) -> Transfer:
+    """How a transport to servers travels."""
     if transport not in _TRANSFERS:
         raise ConfigError(f'there is no transport "{transport}" to servers; there are {", ".join(_TRANSFERS)}')
-    return ServerSender(load_object(_TRANSFERS[transport])(), source)
+    return load_object(_TRANSFERS[transport])()

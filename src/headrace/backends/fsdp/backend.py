@@ -11,13 +11,13 @@ import torch
 
 from headrace.backends.base import Scorer, Trained
 from headrace.backends.fsdp.group import LearnerGroup
-from headrace.backends.fsdp.launching import new_ranks, rank_count
-from headrace.backends.fsdp.sending import RankBuffers, RankWeights
+from headrace.backends.fsdp.launching import new_launcher, rank_count
+from headrace.backends.fsdp.sending import RankBuffers, RankSender, RankWeights
 from headrace.backends.local.numerics import numerics
 from headrace.backends.local.token_losses import require_known_losses
 from headrace.config import AlgorithmSection, RunConfig
 from headrace.data.episode import Step
-from headrace.data.sample import TrainBatch
+from headrace.data.sample import NO_VERSION, Sample, TrainBatch
 from headrace.engines.base import ModelHost
 from headrace.engines.placement import check_threads
 from headrace.errors import ConfigError
@@ -25,6 +25,8 @@ from headrace.models.catalog import resolve_model
 from headrace.models.load import load_tokenizer
 from headrace.models.tensor_threads import TensorThread
 from headrace.tracking.metrics import MetricsAggregator
+from headrace.weights.canary import Rows
+from headrace.weights.sender import TO_SERVERS
 
 T = TypeVar("T")
 
@@ -32,13 +34,13 @@ T = TypeVar("T")
 class FsdpBackend:
     """Full fine-tuning or LoRA by N ranks that hold a shard each. What they compute is what one rank would."""
 
-    transports: ClassVar[tuple[str, ...]] = ("shared_memory",)
+    transports: ClassVar[tuple[str, ...]] = ("shared_memory", *TO_SERVERS)
 
     def __init__(self, config: RunConfig) -> None:
         self.tokenizer = load_tokenizer(config.model.name)
         self._thread = TensorThread("headrace-ranks", stays=True)
-        budget = config.backend.micro_batch_tokens
-        self.group = self._thread.submit(lambda: LearnerGroup(lambda: new_ranks(config), budget)).result()
+        cut = (config.backend.micro_batch_tokens, config.run.deterministic)
+        self.group = self._thread.submit(lambda: LearnerGroup(new_launcher(config), *cut)).result()
         self._facts: dict[str, Any] = self._thread.submit(lambda: self.group.together("facts")[0]).result()
         self._weights = RankWeights(self.group, self._on_thread)
 
@@ -55,9 +57,18 @@ class FsdpBackend:
         return {**numerics(config), "ranks": str(rank_count(config))}
 
     def host(self, transport: str) -> ModelHost:
-        facts = self._facts
-        sender = RankBuffers(self._weights, facts["infos"])
-        return ModelHost(self.tokenizer, facts["eos_ids"], facts["max_length"], self._weights, sender)
+        facts, weights = self._facts, self._weights
+        sender = (
+            RankBuffers(weights, facts["infos"]) if transport == "shared_memory" else RankSender(transport, weights)
+        )
+        return ModelHost(
+            self.tokenizer, facts["eos_ids"], facts["max_length"], weights, sender, self._score, facts["vocabulary"]
+        )
+
+    async def _score(self, rows: Rows) -> list[list[float]]:
+        samples = [given_text(row) for row in rows]
+        batch = TrainBatch(tuple(samples), (1.0,) * len(samples), (), len(samples))
+        return await self.compute_logprobs(batch)
 
     async def forward_backward(self, batch: TrainBatch, algorithm: AlgorithmSection) -> Trained:
         return await self._on_thread(lambda: self.group.forward_backward(batch, algorithm))
@@ -97,6 +108,13 @@ class FsdpBackend:
         return await asyncio.wrap_future(self._thread.submit(function))
 
 
+def given_text(tokens: Sequence[int]) -> Sample:
+    """A row that no policy sampled."""
+    targets = len(tokens) - 1
+    zeros = (0.0,) * targets
+    return Sample(tuple(tokens), (1,) * targets, zeros, (NO_VERSION,) * targets, zeros)
+
+
 def _check_ranks(config: RunConfig) -> None:
     section, size = config.backend, rank_count(config)
     if config.cluster.address and section.ranks == "auto" and config.run.deterministic:
@@ -106,6 +124,11 @@ def _check_ranks(config: RunConfig) -> None:
         )
     if config.cluster.address and section.ranks == "auto":
         size = section.shard or size  # a multiple is chosen
+    if ":" in config.model.device and size > 1:
+        raise ConfigError(
+            f'model.device = "{config.model.device}" is one device, and each of {size} ranks has its own; leave the '
+            f"number out"
+        )
     if section.shard and (section.shard > size or size % section.shard):
         raise ConfigError(
             f"backend.shard = {section.shard} ranks hold the model between them, and backend.ranks = {size} is no "

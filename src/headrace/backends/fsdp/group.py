@@ -10,6 +10,7 @@ from typing import Any
 
 from headrace.backends.base import Scorer, Trained
 from headrace.backends.fsdp.call_log import CallLog, Logged
+from headrace.backends.fsdp.launching import Launcher
 from headrace.backends.fsdp.shares import gather_rows, merge_trained, shares_of
 from headrace.backends.local.token_losses import require_trainable
 from headrace.backends.ranks.base import Ranks, RanksLostError
@@ -26,10 +27,10 @@ _MOST_LOSSES = 3
 
 
 class LearnerGroup:
-    """Synchronous, called on one thread. `new_ranks` makes a group of ranks, which may be smaller than the last."""
+    """Synchronous, called on one thread. A group that is started again may have fewer ranks, or more."""
 
-    def __init__(self, new_ranks: Callable[[], Ranks], budget: int) -> None:
-        self._new_ranks, self._budget = new_ranks, budget
+    def __init__(self, launcher: Launcher, budget: int, groups_apart: bool = False) -> None:
+        self._launcher, self._cut = launcher, (budget, groups_apart)
         self._log = CallLog()
         self.restarts = 0
         self.ranks = self._started()
@@ -82,6 +83,8 @@ class LearnerGroup:
     def saved(self, folder: Path) -> None:
         """The checkpoint that was saved last is at `folder` now: the ranks can be brought back from there."""
         self._log.saved(folder)
+        if self._launcher.has_more():
+            self._rebuild("there is room for more ranks")
 
     def together(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method with the same arguments on every rank; all results."""
@@ -121,12 +124,12 @@ class LearnerGroup:
                 self._rebuild(lost)
         raise AssertionError("unreachable")
 
-    def _rebuild(self, lost: RanksLostError) -> None:
+    def _rebuild(self, why: object) -> None:
         """From the checkpoint, then by the calls since it. With as many ranks as before, to the bit."""
         began = time.monotonic()
         self.ranks.kill()
         self.restarts += 1
-        _log.warning("%s; all ranks are started again from %s", lost, self._log.checkpoint or "the model")
+        _log.warning("%s; all ranks are started again from %s", why, self._log.checkpoint or "the model")
         self.ranks = self._started()
         if self._log.checkpoint is not None:
             self._same("load", self._log.checkpoint)
@@ -139,7 +142,7 @@ class LearnerGroup:
         )
 
     def _started(self) -> Ranks:
-        ranks = self._new_ranks()
+        ranks = self._launcher.new()
         try:
             ranks.start()
             address = ranks.call_on(0, "listen", ranks.host()) if ranks.size > 1 else None
@@ -152,7 +155,7 @@ class LearnerGroup:
     # ---- one call --------------------------------------------------------------------------------------------------
 
     def _learn(self, batch: TrainBatch, algorithm: AlgorithmSection) -> Trained:
-        shares = shares_of(batch, self.ranks.size, self._budget)
+        shares = shares_of(batch, self.ranks.size, *self._cut)
         try:
             found = self.ranks.call("learn_share", shares, [algorithm] * self.ranks.size)
         except DivergedError:
@@ -161,7 +164,7 @@ class LearnerGroup:
         return merge_trained(shares, found, len(batch.samples))
 
     def _spread(self, method: str, batch: TrainBatch, *arguments: Any) -> list[Any]:
-        shares = shares_of(batch, self.ranks.size, self._budget)
+        shares = shares_of(batch, self.ranks.size, *self._cut)
         more = [[argument] * self.ranks.size for argument in arguments]
         return gather_rows(shares, self.ranks.call(method, shares, *more), len(batch.samples))
 

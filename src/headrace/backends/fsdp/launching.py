@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -24,16 +24,42 @@ def rank_count(config: RunConfig) -> int:
     return max(1, torch.cuda.device_count())
 
 
-def new_ranks(config: RunConfig) -> Ranks:
-    """Ranks that are not started yet: Ray actors where there is a cluster; else processes, or one on a thread here."""
+class Launcher(Protocol):
+    """Makes the ranks of a run: at its start, and after the loss of some."""
+
+    def new(self) -> Ranks:
+        """Ranks that are not started yet."""
+        ...
+
+    def has_more(self) -> bool:
+        """Whether there is room for more ranks than the last group has."""
+        ...
+
+
+class LocalLauncher:
+    """Processes of this machine, or one rank on a thread of this process."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+
+    def new(self) -> Ranks:
+        config, size = self._config, rank_count(self._config)
+        threads = rank_threads(config, size)
+        program = rank_program(config, threads)
+        if size == 1:
+            return ThreadRank(program)
+        environments = [environment(rank, threads) for rank in range(size)]
+        return PipeRanks(program, size, config.backend.rank_timeout_s, environments)
+
+    def has_more(self) -> bool:
+        return False
+
+
+def new_launcher(config: RunConfig) -> Launcher:
+    """Ray actors where there is a cluster."""
     if config.cluster.address:
-        return load_object("headrace.backends.fsdp.on_ray:ray_ranks")(config)
-    size = rank_count(config)
-    threads = rank_threads(config, size)
-    program = rank_program(config, threads)
-    if size == 1:
-        return ThreadRank(program)
-    return PipeRanks(program, size, config.backend.rank_timeout_s, [environment(rank, threads) for rank in range(size)])
+        return load_object("headrace.backends.fsdp.on_ray:RayLauncher")(config)
+    return LocalLauncher(config)
 
 
 def rank_program(config: RunConfig, threads: int) -> Program:

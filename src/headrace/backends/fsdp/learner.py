@@ -27,6 +27,8 @@ from headrace.errors import DivergedError
 from headrace.models.bfloat16 import make_bfloat16_safe
 from headrace.models.device import forward_dtype
 from headrace.models.load import load_model
+from headrace.weights.base import Endpoint, Transfer
+from headrace.weights.sender import new_transfer
 from headrace.weights.shared_memory import Layout
 
 T = TypeVar("T")
@@ -45,6 +47,7 @@ class RankLearner(Learner):
         self._forward_dtype = forward_dtype(config.model)
         self._root: Root | None = None
         self._valued = False
+        self._transfers: dict[str, Transfer] = {}
         self._diverged: DivergedError | None = None
         super().__init__(config)
 
@@ -56,10 +59,9 @@ class RankLearner(Learner):
         self._diverged = None
         self._memory.begin_training()
         try:
-            for number in range(share.passes):
-                self._valued = share.valued[number]
-                if number < len(share.batch.micro_batches):
-                    self._learn(share.batch, share.batch.micro_batches[number], algorithm, found)
+            for indices, self._valued in zip(share.batch.micro_batches, share.valued, strict=True):
+                if indices:
+                    self._learn(share.batch, indices, algorithm, found)
                 else:
                     self._learn_nothing(algorithm)
                 progress.made()
@@ -100,6 +102,26 @@ class RankLearner(Learner):
     def read_weights(self) -> tuple[str, list[tuple[str, Any]]]:
         """For an engine that is on no rank's machine: fingerprint and bytes, on rank 0."""
         return read_weights(self.gathered(), self.rank)
+
+    def send_weights(self, transport: str, endpoints: Sequence[Endpoint], version: int) -> str | None:
+        """Send the trained weights to servers: rank 0 sends, all gather. What arrived, by whom rank 0 has asked."""
+        stream = self.gathered()
+        try:
+            if self.rank == 0:
+                if transport not in self._transfers:
+                    self._transfers[transport] = new_transfer(transport)
+                transfer = self._transfers[transport]
+                transfer.open(endpoints, self.rank)
+                return transfer.send(stream, version)
+            return None
+        finally:  # also if a server was lost: the other ranks are gathering
+            stream.drain()
+
+    def close_transfers(self) -> None:
+        """Give back what senders to servers hold."""
+        for transfer in self._transfers.values():
+            transfer.close()
+        self._transfers.clear()
 
     def weights(self) -> dict[str, Tensor]:
         return {name: full(tensor) for name, tensor in super().weights().items()}
@@ -203,11 +225,10 @@ class RankLearner(Learner):
         return scored[: len(share.rows)]
 
     def _padded(self, share: Share) -> tuple[TrainBatch, tuple[tuple[int, ...], ...]]:
-        """The share with an empty row behind its own, and as many micro-batches as all ranks run."""
+        """The share with one more row, which stands in micro-batches that are empty."""
         batch, count = share.batch, len(share.rows)
-        missing = share.passes - len(batch.micro_batches)
         padded = TrainBatch((*batch.samples, EMPTY), (*batch.weights, 0.0), (), 0)
-        return padded, (*batch.micro_batches, *(((count,),) * missing))
+        return padded, tuple(indices or (count,) for indices in batch.micro_batches)
 
 
 def _reporting(micro_batches: Sequence[Sequence[int]]) -> Iterator[Sequence[int]]:

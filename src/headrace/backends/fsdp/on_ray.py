@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
 import ray
 
@@ -16,37 +17,48 @@ from headrace.errors import ConfigError
 _log = logging.getLogger("headrace")
 
 
-def ray_ranks(config: RunConfig) -> RayRanks:
-    """Ranks that are placed, and not started yet."""
-    placed = _placed(config)
-    threads = config.backend.threads or int(config.cluster.learner.get("CPU", 1)) or 1
-    if config.run.deterministic:
-        threads = rank_threads(config, placed.count)
-    env = {name: value for name, value in environment(0, threads).items() if name != "CUDA_VISIBLE_DEVICES"}
-    options = [{**placed.options(rank), "runtime_env": {"env_vars": env}} for rank in range(placed.count)]
-    return RayRanks(rank_program(config, threads), options, config.backend.rank_timeout_s, placed.close)
+class RayLauncher:
+    """Makes groups of actors, one after the other. With "auto" they may differ in size."""
 
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._size = 0
 
-def _placed(config: RunConfig) -> Placed:
-    cluster, wanted = config.cluster, config.backend.ranks
-    if wanted != "auto":
-        return place("learner", wanted, cluster.learner, cluster)
-    connect(cluster)
-    for count in range(_room(config), 1, -1):
-        try:
-            return place("learner", count, cluster.learner, cluster)
-        except ConfigError as error:
-            _log.warning("%s; trying with %d ranks", error, count - 1)
-    return place("learner", 1, cluster.learner, cluster)
+    def new(self) -> RayRanks:
+        """Ranks that are placed, and not started yet."""
+        config, placed = self._config, self._placed()
+        self._size = placed.count
+        threads = config.backend.threads or max(1, int(config.cluster.learner.get("CPU", 1)))
+        if config.run.deterministic:
+            threads = rank_threads(config, placed.count)
+        env = {name: value for name, value in environment(0, threads).items() if name != "CUDA_VISIBLE_DEVICES"}
+        options = [{**placed.options(rank), "runtime_env": {"env_vars": env}} for rank in range(placed.count)]
+        return RayRanks(rank_program(config, threads), options, config.backend.rank_timeout_s, placed.close)
 
+    def has_more(self) -> bool:
+        """Whether the cluster has room for more ranks than there are."""
+        return self._config.backend.ranks == "auto" and self._free() >= max(1, self._config.backend.shard)
 
-def _room(config: RunConfig) -> int:
-    """Ranks that the nodes which are alive now can hold, if nothing else were on them."""
-    resources = config.cluster.learner
-    rooms = [
-        min((int(node["Resources"].get(name, 0) // amount) for name, amount in resources.items() if amount), default=1)
-        for node in ray.nodes()
-        if node["Alive"]
-    ]
-    shard = config.backend.shard or 1
-    return max(1, sum(rooms) // shard * shard)
+    def _placed(self) -> Placed:
+        cluster, wanted = self._config.cluster, self._config.backend.ranks
+        if wanted != "auto":
+            return place("learner", wanted, cluster.learner, cluster)
+        connect(cluster)
+        group = max(1, self._config.backend.shard)
+        # as many as before, for which it waits; with fewer if they cannot be had
+        for count in range(max(self._size, self._free() // group * group, group), 0, -group):
+            try:
+                return place("learner", count, cluster.learner, cluster)
+            except ConfigError as error:
+                if count <= group:
+                    raise
+                _log.warning("%s; trying with %d ranks", error, count - group)
+        raise AssertionError("unreachable")
+
+    def _free(self) -> int:
+        """Ranks for which there is room now, beside all that runs."""
+        resources = {name: amount for name, amount in self._config.cluster.learner.items() if amount}
+        free: Mapping[str, float] = ray.available_resources()
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        on_nodes = sum(min(int(node.get(name, 0) // amount) for name, amount in resources.items()) for node in nodes)
+        return min(on_nodes, *(int(free.get(name, 0) // amount) for name, amount in resources.items()))

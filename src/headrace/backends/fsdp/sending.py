@@ -7,9 +7,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from headrace.backends.fsdp.group import LearnerGroup
-from headrace.backends.fsdp.weights import TensorInfo
+from headrace.weights.base import Endpoint, TensorInfo
+from headrace.weights.sender import ServerSender
 from headrace.weights.shared_memory import Layout, SharedBuffers, plain_layout
 
 OnThread = Callable[[Callable[[], Any]], Awaitable[Any]]
@@ -24,6 +26,11 @@ class RankWeights:
 
     async def fingerprint(self) -> str:
         return await self.on_thread(lambda: self._group.together("write_weights", None, "", ())[0])
+
+    async def send(self, transport: str, endpoints: Sequence[Endpoint], version: int) -> str | None:
+        """Have the ranks send them to servers; a digest of what arrived, if someone reports it."""
+        given = (transport, tuple(endpoints), version)
+        return await self.on_thread(lambda: self._group.together("send_weights", *given)[0])
 
     def write(self, layout: Layout, path: str, content: np.ndarray) -> None:
         """Gather them into memory that every rank of this machine can map."""
@@ -42,7 +49,7 @@ class RankBuffers(SharedBuffers):
 
     def __init__(self, weights: RankWeights, infos: Sequence[TensorInfo]) -> None:
         self._weights = weights
-        super().__init__(plain_layout([(info.name, info.dtype, info.shape) for info in infos]))
+        super().__init__(plain_layout([(info.name, getattr(torch, info.dtype), info.shape) for info in infos]))
 
     async def on_learner(self, function: Callable[[], Any]) -> Any:
         return await self._weights.on_thread(function)
@@ -50,3 +57,17 @@ class RankBuffers(SharedBuffers):
     def copy_into(self, buffer: int) -> None:
         path = f"/proc/{os.getpid()}/fd/{self.files[buffer]}"
         self._weights.write(self.layout, path, self.content(buffer))
+
+
+class RankSender(ServerSender):
+    """Transports to servers, by which the ranks themselves send."""
+
+    def __init__(self, transport: str, weights: RankWeights) -> None:
+        self._transport, self._weights = transport, weights
+        self._endpoints = None
+
+    async def _send(self, endpoints: Sequence[Endpoint], version: int) -> str | None:
+        return await self._weights.send(self._transport, endpoints, version)
+
+    def close(self) -> None:
+        """What the ranks hold ends with them."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from headrace.backends.base import Trained
@@ -19,36 +20,45 @@ _EVEN = 4096
 class Share:
     """One rank's part of a batch. `rows` are its samples' indices in the whole.
 
-    Ranks that have fewer micro-batches than `passes` run empty ones: a collective waits for all. `valued` says of each
-    pass whether any rank has returns for the value head in it: then all ranks run it.
+    All ranks have equally many micro-batches, because a collective waits for all: some are empty. `valued` says of each
+    whether any rank has returns for the value head in it: then all ranks run it.
     """
 
     batch: TrainBatch
     rows: tuple[int, ...]
-    passes: int
     valued: tuple[bool, ...]
 
 
-def shares_of(batch: TrainBatch, ranks: int, budget: int) -> list[Share]:
-    """The batch in one share per rank. Rows that make a sequence together (preference pairs) stay together."""
+def shares_of(batch: TrainBatch, ranks: int, budget: int, groups_apart: bool = False) -> list[Share]:
+    """The batch in one share per rank. Rows that make a sequence together (preference pairs) stay together.
+
+    With `groups_apart` every group is spread by itself. Then a step computes the same bits whether its groups came all
+    at once or one by one.
+    """
     together = max(1, len(batch.samples) // max(batch.sequences, 1))
-    parts = [_part(batch, rows, budget, together) for rows in spread_rows(batch, ranks, together)]
-    passes = max(len(part.micro_batches) for part, _ in parts)
-    valued = tuple(any(_has_returns(part, number) for part, _ in parts) for number in range(passes))
-    return [Share(part, rows, passes, valued) for part, rows in parts]
+    chosen: list[list[int]] = [[] for _ in range(ranks)]
+    cuts: list[list[tuple[int, ...]]] = [[] for _ in range(ranks)]
+    for _, run in groupby(range(len(batch.samples)), lambda row: batch.samples[row].group_id if groups_apart else 0):
+        spread = spread_rows(batch, list(run), ranks, together)
+        found = [_cut(batch, rows, budget, together) for rows in spread]
+        passes = max(map(len, found))
+        for rank, rows in enumerate(spread):
+            chosen[rank] += rows
+            cuts[rank] += [*found[rank], *([()] * (passes - len(found[rank])))]
+    return _joined(batch, chosen, cuts, together)
 
 
-def spread_rows(batch: TrainBatch, ranks: int, together: int) -> list[tuple[int, ...]]:
-    """Indices of rows by rank: the costliest first, each to the rank that has the least to do; then in their order."""
-    lengths = [len(sample.tokens) for sample in batch.samples]
-    units = [range(start, min(start + together, len(lengths))) for start in range(0, len(lengths), together)]
+def spread_rows(batch: TrainBatch, rows: Sequence[int], ranks: int, together: int) -> list[list[int]]:
+    """Rows by rank: the costliest first, each to the rank that has the least to do; then in their order."""
+    lengths = {row: len(batch.samples[row].tokens) for row in rows}
+    units = [rows[start : start + together] for start in range(0, len(rows), together)]
     loads = [0] * ranks
     chosen: list[list[int]] = [[] for _ in range(ranks)]
-    for unit in sorted(units, key=lambda unit: (-_cost(unit, lengths), unit.start)):
+    for unit in sorted(units, key=lambda unit: (-_cost(unit, lengths), unit[0])):
         least = loads.index(min(loads))
         loads[least] += _cost(unit, lengths)
         chosen[least] += unit
-    return [tuple(sorted(rows)) for rows in chosen]
+    return [sorted(some) for some in chosen]
 
 
 def gather_rows(shares: Sequence[Share], found: Sequence[Sequence[Any]], total: int) -> list[Any]:
@@ -77,17 +87,29 @@ def merge_trained(shares: Sequence[Share], found: Sequence[Trained], total: int)
     )
 
 
-def _cost(rows: Sequence[int], lengths: Sequence[int]) -> int:
+def _cost(rows: Sequence[int], lengths: Mapping[int, int]) -> int:
     return sum(lengths[row] * (_EVEN + lengths[row]) for row in rows)
 
 
-def _part(batch: TrainBatch, rows: tuple[int, ...], budget: int, together: int) -> tuple[TrainBatch, tuple[int, ...]]:
-    samples = tuple(batch.samples[row] for row in rows)
-    cuts = cut_by_tokens([sample.tokens for sample in samples], budget, together) if rows else ()
-    weights = tuple(batch.weights[row] for row in rows)
-    return TrainBatch(samples, weights, cuts, len(samples) // together), rows
+def _cut(batch: TrainBatch, rows: Sequence[int], budget: int, together: int) -> list[tuple[int, ...]]:
+    """Micro-batches of rows, by their indices in the whole."""
+    cuts = cut_by_tokens([batch.samples[row].tokens for row in rows], budget, together) if rows else ()
+    return [tuple(rows[place] for place in cut) for cut in cuts]
 
 
-def _has_returns(batch: TrainBatch, number: int) -> bool:
-    cuts = batch.micro_batches[number : number + 1]
-    return any(batch.samples[row].returns is not None for cut in cuts for row in cut)
+def _joined(
+    batch: TrainBatch, chosen: Sequence[Sequence[int]], cuts: Sequence[Sequence[tuple[int, ...]]], together: int
+) -> list[Share]:
+    valued = tuple(
+        any(batch.samples[row].returns is not None for cut in cuts_now for row in cut)
+        for cuts_now in zip(*cuts, strict=True)
+    )
+    shares = []
+    for rows, own in zip(chosen, cuts, strict=True):
+        place = {row: number for number, row in enumerate(rows)}
+        samples = tuple(batch.samples[row] for row in rows)
+        weights = tuple(batch.weights[row] for row in rows)
+        micro_batches = tuple(tuple(place[row] for row in cut) for cut in own)
+        part = TrainBatch(samples, weights, micro_batches, len(samples) // together)
+        shares.append(Share(part, tuple(rows), valued))
+    return shares

@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,38 +12,54 @@ import torch
 from torch import Tensor
 
 from headrace.backends.fsdp.sharding import full
+from headrace.weights.base import TensorInfo
 from headrace.weights.digest import StreamedFingerprint
 from headrace.weights.shared_memory import Layout
 
 
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """One tensor of what is sent."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return self.dtype.itemsize * int(np.prod(self.shape, dtype=np.int64))
-
-
 class GatheredWeights:
-    """Trained tensors, sharded or not. Every rank must iterate to the end: gathering is collective."""
+    """Trained tensors, sharded or not, as a stream. Every rank must read it to its end: gathering is collective."""
 
     def __init__(self, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> None:
         self._tensors, self._dtype = tensors, dtype
+        self._gathering = self._gather()
 
     def infos(self) -> list[TensorInfo]:
         """What will come, in order. Gathers nothing."""
         return [
-            TensorInfo(name, self._dtype or tensor.dtype, tuple(tensor.shape)) for name, tensor in self._tensors.items()
+            TensorInfo(
+                name,
+                str(self._dtype or tensor.dtype).removeprefix("torch."),
+                tuple(tensor.shape),
+                tensor.numel() * (self._dtype or tensor.dtype).itemsize,
+            )
+            for name, tensor in self._tensors.items()
         ]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return self._gathering
+
+    def chunks(self, max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+        """Some at a time: as many as fit, and at least one."""
+        chunk: list[tuple[str, Tensor]] = []
+        size = 0
+        for name, tensor in self:
+            if chunk and size + tensor.nbytes > max_bytes:
+                yield chunk
+                chunk, size = [], 0
+            chunk.append((name, tensor))
+            size += tensor.nbytes
+        if chunk:
+            yield chunk
+
+    def drain(self) -> None:
+        """Gather what is left, for the other ranks' sake."""
+        for _ in self:
+            pass
+
+    def _gather(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self._tensors.items():
-            yield name, full(tensor).to(device="cpu", dtype=self._dtype or tensor.dtype)
+            yield name, full(tensor).to(self._dtype or tensor.dtype)
 
 
 def write_weights(weights: GatheredWeights, layout: Layout | None, path: str, writers: Sequence[int], rank: int) -> str:
@@ -55,7 +70,8 @@ def write_weights(weights: GatheredWeights, layout: Layout | None, path: str, wr
     digest = StreamedFingerprint(sum(info.nbytes for info in weights.infos()))
     buffer = _opened(path, layout) if layout is not None and rank in writers else None
     starts = {slot.name: slot.start for slot in layout.slots} if layout is not None else {}
-    for number, (name, tensor) in enumerate(weights):
+    for number, (name, there) in enumerate(weights):
+        tensor = there.cpu()
         if rank == 0:
             digest.update(tensor)
         if buffer is not None and writers[number % len(writers)] == rank:
@@ -68,8 +84,9 @@ def read_weights(weights: GatheredWeights, rank: int) -> tuple[str, list[tuple[s
     """For a rank 0 on another machine than the engine: fingerprint, and the bytes of every tensor."""
     digest = StreamedFingerprint(sum(info.nbytes for info in weights.infos()))
     contents: list[tuple[str, Any]] = []
-    for name, tensor in weights:
+    for name, there in weights:
         if rank == 0:
+            tensor = there.cpu()
             digest.update(tensor)
             contents.append((name, tensor.contiguous().flatten().view(torch.uint8).numpy()))
     return (digest.hexdigest() if rank == 0 else "", contents)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import faulthandler
 import logging
+import os
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -52,8 +55,8 @@ class RankActor:
             file.seek(0)
             return file.read()
 
-    def node(self) -> tuple[str, str]:
-        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+    def where(self) -> tuple[str, str]:
+        return machine(), ray.util.get_node_ip_address()
 
     def _made_progress(self) -> None:
         self._progress += 1
@@ -72,12 +75,11 @@ class RayRanks:
         self._nodes: list[tuple[str, str]] = []
 
     def start(self) -> None:
-        groups = {"watch": 1}
-        kind: Any = ray.remote(RankActor)
+        # threads of their own: one computes, one answers whoever watches
+        kind: Any = ray.remote(concurrency_groups={"watch": 1}, max_restarts=0)(RankActor)
         for given in self._options:
-            # threads of their own: one computes, one answers whoever watches
-            self._actors.append(kind.options(**given, concurrency_groups=groups, max_restarts=0).remote())
-        self._nodes = self._get([a.node.options(concurrency_group="watch").remote() for a in self._actors], "start")
+            self._actors.append(kind.options(**given).remote())
+        self._nodes = self._get([a.where.options(concurrency_group="watch").remote() for a in self._actors], "start")
         asked = [a.build.remote(self._program, rank, self.size) for rank, a in enumerate(self._actors)]
         self._collect("start", dict(enumerate(asked)), max(self._timeout_s, START_S))
 
@@ -98,8 +100,7 @@ class RayRanks:
         return self._nodes[0][1]
 
     def local(self) -> tuple[int, ...]:
-        here = ray.get_runtime_context().get_node_id()
-        return tuple(rank for rank, (node, _) in enumerate(self._nodes) if node == here)
+        return tuple(rank for rank, (where, _) in enumerate(self._nodes) if where == machine())
 
     def kill(self) -> None:
         actors, self._actors = self._actors, []
@@ -169,6 +170,14 @@ class RayRanks:
             with suppress(RayError, GetTimeoutError):
                 stacks = ray.get(actor.stacks.options(concurrency_group="watch").remote(), timeout=_STACKS_S)
             _log.error("rank %d hangs in %s:\n%s", rank, method, stacks)
+
+
+def machine() -> str:
+    """The same for all processes that see each other's files in /proc: two nodes may be on one machine."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return socket.gethostname()
 
 
 def _first_line(error: Exception) -> str:

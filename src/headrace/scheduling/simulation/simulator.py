@@ -1,7 +1,8 @@
 """A training run on a virtual clock: the trainer's coordinator, buffer and staleness policy, without a model.
 
-There are two events: a group is complete, and a piece of a step is learned. Between events, the producer starts what
-the coordinator admits, and the learner takes what the buffer has, by the trainer's rules. Not simulated: the forward
+Events are a group that is complete, a piece of a step that is learned, weights that are synced, and nodes that are lost
+and replaced. Between events, the producer starts what the coordinator admits, and the learner takes what the buffer
+has, by the trainer's rules. Not simulated: the forward
 pass in which `trust` scores old rows, the engine's pauses for weight syncs, evaluation and checkpoints. The episodes of
 a group end together, and a group takes equally long however many others run.
 """
@@ -27,6 +28,7 @@ from headrace.scheduling.buffer import FinishedGroup, TrajectoryGroupBuffer
 from headrace.scheduling.coordinator import SyncCoordinator
 from headrace.scheduling.durations import Durations, durations_of
 from headrace.scheduling.selection import Selection
+from headrace.scheduling.simulation.fleet import Fleet, sync_seconds
 from headrace.scheduling.simulation.tally import Outcome, Tally
 from headrace.scheduling.simulation.virtual import VirtualGroup, VirtualPolicy, VirtualRollouts, VirtualTasks
 from headrace.scheduling.staleness import StalenessPolicy
@@ -58,12 +60,20 @@ def check_simulated(config: RunConfig) -> None:
         )
 
 
+_GROUP, _LEARNED, _SYNCED, _LOST, _BACK = range(5)
+
+
 class _Event(NamedTuple):
-    """A complete group or, with None, a learned piece of a step. Numbered, so that ties have an order."""
+    """Something that happens: a group is complete, a piece of a step learned, weights synced, a node lost or back.
+
+    Numbered, so that ties have an order. `about` is the group, or the node; `start` which start of the group it ends.
+    """
 
     at_s: float
     number: int
-    group_id: int | None
+    what: int
+    about: int = -1
+    start: int = 0
 
 
 class Simulation:
@@ -86,15 +96,23 @@ class Simulation:
         self._learn_rng = random.Random(derive_seed("simulate", "learn", config.run.seed))
         self.now_s = 0.0
         self._events: list[_Event] = []
+        self._numbers = 0
+        rng = random.Random(derive_seed("simulate", "fleet", config.run.seed))
+        self._fleet = Fleet(section.fleet, self._slots, rng)
+        self._sync_s = sync_seconds(section.fleet)
+        self._losses = self._fleet.losses()
+        self._next_loss()
+        self._learner_back_s = 0.0
+        self._saved_s = 0.0  # when the last checkpoint was saved, and what was learned since
+        self._learned_s = 0.0
         self._drawn = 0  # tasks of opened batches that have not started
         self._queue: deque[VirtualGroup] = deque()  # started, and waiting for a free slot
         self._running = 0
         self._groups: dict[int, VirtualGroup] = {}
-        self._numbers = 0
         stream = trainer.stream if trainer.stream is not None else trainer.placement == "separate"
         streams = stream and trainer.updates_per_batch == 1 and group_by_group(config.algorithm)
         self._selection = Selection(self.coordinator, self.buffer, streams, in_order=config.run.deterministic)
-        self._learning = False
+        self._learning = self._syncing = False
         self._step: list[FinishedGroup] = []
         self._again: list[FinishedGroup] = []
         self._begin_step()
@@ -108,14 +126,14 @@ class Simulation:
         """Run to the end of the last step."""
         while self.coordinator.version < self._steps:
             self.advance()
-        return self.tally.outcome(self.now_s, self.coordinator.account())
+        return self.tally.outcome(self.now_s, self.coordinator.account(), self._config.simulate.fleet)
 
     def advance(self) -> None:
         """Do everything that can happen now, then process the next event."""
         self._produce()
         self._learn()
         self._produce()  # the learner has made room
-        if not self._events:
+        if all(event.what == _LOST for event in self._events):
             raise ConfigError(
                 f"nothing can happen any more after {self.coordinator.version} simulated steps: "
                 f"{self.coordinator.waiting} groups wait, none runs, and a step needs {self._size}; "
@@ -124,14 +142,47 @@ class Simulation:
         event = heapq.heappop(self._events)
         self.tally.time_passed(event.at_s - self.now_s, self._learning, min(self._running, self._slots))
         self.now_s = event.at_s
-        if event.group_id is None:
-            self._learned()
-        else:
-            self._group_completed(self._groups[event.group_id])
+        self._handle(event)
 
-    def _push(self, after_s: float, group_id: int | None) -> None:
+    def _handle(self, event: _Event) -> None:
+        if event.what == _LEARNED:
+            self._piece_learned()
+        elif event.what == _SYNCED:
+            self._sync_weights()
+        elif event.what == _LOST:
+            self._node_lost(event.about)
+            self._next_loss()
+        elif event.what == _BACK:
+            self._fleet.replace(event.about)
+            self._fill_slots()
+        elif (group := self._groups.get(event.about)) is not None and group.starts == event.start:
+            self._group_completed(group)
+
+    def _push(self, after_s: float, what: int, about: int = -1, start: int = 0) -> None:
         self._numbers += 1
-        heapq.heappush(self._events, _Event(self.now_s + after_s, self._numbers, group_id))
+        heapq.heappush(self._events, _Event(self.now_s + after_s, self._numbers, what, about, start))
+
+    # ---- losses ---------------------------------------------------------------------------------------------------
+
+    def _next_loss(self) -> None:
+        found = next(self._losses, None)
+        if found is not None:
+            self._push(found[0], _LOST, found[1])
+
+    def _node_lost(self, node: int) -> None:
+        fleet = self._config.simulate.fleet
+        self.tally.lost_nodes += 1
+        if node >= fleet.engines:  # of the learner: rebuilt from the checkpoint, and recorded steps repeated
+            self._learner_back_s = self.now_s + fleet.recovery_s + self._learned_s
+        elif self._fleet.is_up(node):
+            for group_id in reversed(self._fleet.lose(node)):
+                group = self._groups[group_id]
+                self.tally.lost_s += self.now_s - group.begun_s
+                self._running -= 1
+                self._queue.appendleft(group)  # its requests are issued again, before new ones
+                group.starts += 1
+            self._push(fleet.recovery_s, _BACK, node)
+            self._fill_slots()
 
     # ---- generation -----------------------------------------------------------------------------------------------
 
@@ -158,14 +209,22 @@ class Simulation:
         self._fill_slots()
 
     def _fill_slots(self) -> None:
-        while self._queue and (self._running < self._slots or self._durations.include_queueing):
-            group = self._queue.popleft()
+        while self._queue:
+            group = self._queue[0]
+            if not self._durations.include_queueing:
+                engine = self._fleet.take(group.group_id)
+                if engine is None:
+                    return
+                group.engine = engine
+            self._queue.popleft()
             group.begun_s = self.now_s
             self._running += 1
-            self._push(group.seconds, group.group_id)
+            self._push(group.seconds, _GROUP, group.group_id, group.starts)
 
     def _group_completed(self, group: VirtualGroup) -> None:
         self._running -= 1
+        if group.engine >= 0:
+            self._fleet.release(group.engine, group.group_id)
         finished = None
         for episode in self._rollouts.episodes(group):
             finished = self.buffer.add_episode(episode, self._config.rollout.group_size)
@@ -185,7 +244,7 @@ class Simulation:
         """Start a step or, when streaming, continue it, if its groups are complete."""
         if self.coordinator.paused:
             self._sync_if_drained()
-        while not self._learning and not self.coordinator.paused:
+        while not self._learning and not self._syncing and not self.coordinator.paused:
             wanted = self._size - len(self._step)
             self._drop_stale()
             count, first = self._selection.takeable(wanted)
@@ -219,7 +278,8 @@ class Simulation:
             return
         share = (len(piece) + len(self._again)) / self._config.trainer.batch_size
         self._learning = True
-        self._push(share * self._learn_s, None)
+        self._learned_s += share * self._learn_s
+        self._push(max(self._learner_back_s - self.now_s, 0.0) + share * self._learn_s, _LEARNED)
 
     def _skip(self) -> None:
         """Nothing of the step can be trained: no update, and another batch instead."""
@@ -238,23 +298,37 @@ class Simulation:
         self.coordinator.enlarge(self._size - fresh)
         self._learn_s = self._durations.learn_s(self._learn_rng)
 
-    def _learned(self) -> None:
+    def _piece_learned(self) -> None:
         """A piece is learned; after the last, sync the weights, immediately or when all running groups are done."""
+        if self._learner_back_s > self.now_s:  # its node was lost meanwhile: it is learned again
+            self._push(self._learner_back_s - self.now_s, _LEARNED)
+            return
         self._learning = False
         if not self._complete:
             return
         if self._config.trainer.partial_rollouts:
-            self._sync_weights()
+            self._begin_sync()
         else:
             self.coordinator.pause()
             self._sync_if_drained()
 
     def _sync_if_drained(self) -> None:
-        if self.coordinator.in_flight == 0:
+        if self.coordinator.in_flight == 0 and not self._syncing:
+            self._begin_sync()
+
+    def _begin_sync(self) -> None:
+        """The learner is idle until all engines have the weights."""
+        self._syncing = True
+        if self._sync_s:
+            self._push(self._sync_s, _SYNCED)
+        else:
             self._sync_weights()
-            self.coordinator.resume()
 
     def _sync_weights(self) -> None:
+        self._syncing = False
+        save_every_s = self._config.trainer.save_every_s
+        if save_every_s and self.now_s - self._saved_s >= save_every_s:
+            self._saved_s, self._learned_s = self.now_s, 0.0
         self.coordinator.settled(trained=sum(group.kept for group in self._step))
         self.coordinator.synced(self.coordinator.version + 1)
         self.buffer.retain([*self._step, *self._again])
@@ -263,6 +337,8 @@ class Simulation:
         self.tally.steps += 1
         if self.coordinator.version == self._warmup:
             self.tally = self._new_tally()
+        if self.coordinator.paused:
+            self.coordinator.resume()
 
     # ---- the rows of a step ---------------------------------------------------------------------------------------
 

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from headrace.config import FleetSection
 from headrace.ledger.account import Account
+from headrace.scheduling.simulation.fleet import sync_seconds
 from headrace.scheduling.simulation.virtual import VirtualGroup
 
 
@@ -50,6 +52,15 @@ class Outcome:
     """Share of trained rows that the policy scored. Each costs a forward pass, which is not simulated."""
     rows_too_far: int
     """Rows trained over the divergence bound that the policy reported."""
+    lost_nodes: int
+    """Nodes that were lost."""
+    lost_time: float
+    """Group-seconds of groups that began again because their engine was lost, by those of all that ended."""
+    sync_s: float
+    """Seconds of one weight sync, where simulate.fleet gives its size."""
+    trained_tokens_per_s: float
+    cost_per_million: float
+    """Price of a million trained tokens; 0 without prices."""
     account: Account
     """The account of episodes at the end, including the warm-up."""
 
@@ -102,6 +113,8 @@ class Tally:
     rows_too_old: int = 0
     rows_measured: int = 0
     rows_too_far: int = 0
+    lost_nodes: int = 0
+    lost_s: float = 0.0
 
     def time_passed(self, seconds: float, learning: bool, running: int) -> None:
         """Time passed without a change."""
@@ -131,9 +144,11 @@ class Tally:
         self.rows_too_old += int(((age_BT > max_staleness) & mask_BT).any(axis=1).sum())
         self.rows_measured += measured
 
-    def outcome(self, now_s: float, account: Account) -> Outcome:
+    def outcome(self, now_s: float, account: Account, fleet: FleetSection = FleetSection()) -> Outcome:  # noqa: B008  # frozen
         """The metrics."""
         seconds = max(now_s - self.since_s, 1e-12)
+        tokens_per_s = self.trained.tokens / seconds
+        price_per_s = (fleet.engines * fleet.engine_price + fleet.learners * fleet.learner_price) / 3600
         submitted, trained = self.submitted, self.trained
         slow_submitted = _ratio(submitted.slow_groups, submitted.groups)
         ages = self.ages.tolist()
@@ -157,6 +172,11 @@ class Tally:
             rows_too_old=_ratio(self.rows_too_old, self.rows),
             rows_measured=_ratio(self.rows_measured, self.rows),
             rows_too_far=self.rows_too_far,
+            lost_nodes=self.lost_nodes,
+            lost_time=_ratio(self.lost_s, self.lost_s + self.ended_s),
+            sync_s=sync_seconds(fleet),
+            trained_tokens_per_s=tokens_per_s,
+            cost_per_million=1e6 * _ratio(price_per_s, tokens_per_s),
             account=account,
         )
 

@@ -28,6 +28,10 @@ class VirtualGroup:
     factor: float
     """How much more the policy moves on this task than on the median one."""
     begun_s: float = 0.0
+    engine: int = -1
+    """The engine that runs it; -1 while it waits."""
+    starts: int = 0
+    """How often it began: the loss of its engine makes it begin again."""
 
 
 class VirtualTasks:

@@ -34,6 +34,9 @@ class JudgerActor:
     def __init__(self, recipe: Callable[[], Judger]) -> None:
         self._judger = recipe()
 
+    def ready(self) -> bool:
+        return True
+
     async def judge(self, task: Task, episode: Episode) -> Verdict:
         return await self._judger.judge(task, episode)
 
@@ -70,9 +73,21 @@ class RayJudger(Holder):
             )
             for index in range(actors)
         ]
+        self._require_built()
         self._in_flight = [0] * actors
         self.lost = 0
         """Calls that had to be made again because their actor was lost."""
+
+    def _require_built(self) -> None:
+        """An actor that cannot build its judger would be taken for a lost one, again and again."""
+        try:
+            ray.get([actor.ready.remote() for actor in self._actors], timeout=self._cluster.patience_s)
+        except RayError as error:
+            self._placed.close()
+            raise ConfigError(
+                f'the judger "{self.label}" cannot be built in an actor: {_short(error)}; its modules and files must '
+                f"be on all nodes (cluster.runtime_env has working_dir and py_modules)"
+            ) from error
 
     @property
     def label(self) -> str:
@@ -109,7 +124,7 @@ class RayJudger(Holder):
         try:
             return await reference
         except asyncio.CancelledError:
-            ray.cancel(reference)  # the time limit is over: it must not go on there
+            ray.cancel(reference)  # the time limit is over: it must not continue there
             raise
         except RayTaskError as error:
             raise _as_raised(error) from error
