@@ -110,3 +110,12 @@ def samples_as_learned(config: RunConfig) -> bool:
 def on_servers(config: RunConfig) -> bool:
     """Whether servers sample, which Headrace talks to over HTTP."""
     return config.engine.name in ("vllm", "sglang")
+
+
+def sampler_kind(config: RunConfig) -> str:
+    """Engine and type of its weights, as metrics call them: what sampler and learner differ by depends on both."""
+    section = config.engine
+    args = section.server_args
+    served = args[args.index("--dtype") + 1] if "--dtype" in args[:-1] else config.model.dtype
+    dtype = section.weights if section.weights != "float32" else served
+    return f"{section.name.replace(':', '.').replace('/', '.')}/{dtype}"
