@@ -38,6 +38,7 @@ OF_FILES: dict[str, tuple[str, Words]] = {
     "train --resume": ("x", lambda f: ["train", "--resume", str(f)]),
     "model get": ("x", lambda f: ["model", "get", str(f)]),
     "serve tinker": ("x", lambda f: ["serve", "tinker", "--model", str(f), "--port", "0"]),
+    "serve openai": ("x", lambda f: ["serve", "openai", str(f), "--port", "0"]),
 }
 OF_RUNS: dict[str, Words] = {
     "ledger": lambda f: ["ledger", str(f)],
@@ -47,6 +48,7 @@ OF_RUNS: dict[str, Words] = {
     "eval": lambda f: ["eval", str(f)],
     "train --resume": lambda f: ["train", "--resume", str(f)],
     "compare": lambda f: ["compare", str(f), f"{f}@1"],
+    "serve openai": lambda f: ["serve", "openai", str(f), "--port", "0"],
 }
 FINE = {(command, "empty") for command in ("train", "sft", "simulate", "data inspect")}  # nothing set is all defaults
 

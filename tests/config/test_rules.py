@@ -23,6 +23,21 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "at least 2 for rloo",
     ),
     (
+        "a cut distribution, compared with the sampler",
+        {"rollout": {"top_p": 0.9}},
+        r'rollout.top_p = 0.9 cuts the distribution .*set rollout.top_p = 1, or algorithm.proximal = "recompute"',
+    ),
+    (
+        "a cut distribution, importance sampled",
+        {"rollout": {"top_k": 20, "top_p": 0.5}, "algorithm": {"loss": "importance_sampling"}},
+        "ratio of loss importance_sampling would be wrong; set rollout.top_p = 1 and rollout.top_k = 0",
+    ),
+    (
+        "a cut distribution, corrected",
+        {"rollout": {"top_k": 20}, "algorithm": {"proximal": "recompute", "correction": {"name": "tis"}}},
+        "correction tis would be wrong",
+    ),
+    (
         "rounded weights, nothing corrected for",
         {"engine": {"weights": "int8"}, "algorithm": {"proximal": "recompute"}},
         'engine.weights = "int8" samples from another .*; set algorithm.correction.name = "tis", or algorithm.proximal',

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +18,22 @@ import httpx2
 import openai
 import pytest
 
+from fakes import CharTokenizer, FakeEngine, char_chat
 from headrace import Model, Task
 from headrace.cli.main import run
 from headrace.config.loading import build_config
-from headrace.engines.base import Generation
+from headrace.engines.base import EngineHealth, Generation
+from headrace.openai_server.answers import Answer
+from headrace.openai_server.app import Routes
 from headrace.openai_server.generate import spans
 from headrace.openai_server.options import OpenAIOptions
 from headrace.openai_server.pieces import TextPieces, may_think
 from headrace.openai_server.run import running
+from headrace.openai_server.sampling import read_request
+from headrace.openai_server.served import Served
+from headrace.rollout.gateway.chat import ChatCompletions
 from headrace.trainer.trainer import UnifiedTrainer
+from headrace.utils.http_server import HttpServer, listen
 from tiny import saved_model
 
 ASKED: list[Any] = [{"role": "user", "content": "Make 6 from 2 and 3."}]
@@ -196,17 +205,49 @@ def test_a_key_is_needed_where_one_is_set() -> None:
         assert httpx2.get(f"{url}/v1/models", headers={"authorization": "Bearer secret"}).status_code == 200
 
 
-def test_a_client_that_leaves_frees_its_slot_and_too_many_are_refused(url: str) -> None:
-    body = {"token_ids": [5, 6, 7], "sampling_params": {**LONG, "n": 100}, "stream": True}
-    with httpx2.Client(timeout=60) as http, http.stream("POST", url + GENERATE, json=body) as answer:
-        next(answer.iter_lines())
-        busy = generate(url)
+class Slow(FakeEngine):
+    """Takes its time, and may have more to do than it can."""
+
+    waiting = 0
+
+    def health(self) -> EngineHealth:
+        return replace(super().health(), waiting=self.waiting)
+
+
+@asynccontextmanager
+async def slow_server() -> AsyncIterator[tuple[Slow, str]]:
+    engine, options = Slow(takes_s=60.0), OpenAIOptions("m", port=0, max_waiting=4, keep_alive_s=0.05)
+    routes = Routes(Served("m", engine, CharTokenizer(), char_chat(), 99, 0), options)
+    server, listening = HttpServer(routes.app(), routes.rules()), listen("127.0.0.1", 0, "a test", "")
+    port = listening.getsockname()[1]
+    serving = await server.begin(listening)
+    try:
+        yield engine, f"http://127.0.0.1:{port}"
+    finally:
+        serving.cancel()
+        await asyncio.wait({serving})
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_a_client_that_leaves_frees_its_slots(streams: bool) -> None:
+    async with slow_server() as (engine, url), httpx2.AsyncClient(timeout=60) as http:
+        body = {"messages": ASKED, "n": 3, "stream": streams}
+        asked = asyncio.ensure_future(http.post(f"{url}/v1/chat/completions", json=body))
+        while engine.busy < 3:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(0.15)  # a stream has begun by then, with comments
+        asked.cancel()
+        async with asyncio.timeout(20):
+            while engine.busy:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+
+
+async def test_more_than_may_wait_are_told_to_come_again() -> None:
+    async with slow_server() as (engine, url), httpx2.AsyncClient(timeout=60) as http:
+        engine.waiting = 4
+        busy = await http.post(f"{url}/v1/chat/completions", json={"messages": ASKED})
         assert busy.status_code == 429 and "raise --max-waiting" in busy.json()["error"]["message"]
         assert "x-should-retry" not in busy.headers
-    until = time.monotonic() + 20
-    while httpx2.get(f"{url}/health").json() != {"running": 0, "waiting": 0, "error": None}:
-        assert time.monotonic() < until
-        time.sleep(0.02)
 
 
 # ---- what is served ------------------------------------------------------------------------------------------------
@@ -314,11 +355,6 @@ def test_a_reply_that_may_be_reasoning_is_recognised() -> None:
 
 def test_reasoning_and_tool_calls_are_streamed_as_such() -> None:
     """A model cannot be made to say this; an engine that says what it is told can."""
-    from fakes import CharTokenizer, char_chat
-    from headrace.openai_server.answers import Answer
-    from headrace.openai_server.sampling import read_request
-    from headrace.openai_server.served import Served
-    from headrace.rollout.gateway.chat import ChatCompletions
 
     class Says:
         def __init__(self, text: str) -> None:
@@ -336,8 +372,6 @@ def test_reasoning_and_tool_calls_are_streamed_as_such() -> None:
     call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 
     def deltas(text: str, **given: Any) -> list[dict[str, Any]]:
-        import asyncio
-
         async def streamed() -> list[bytes]:
             engine: Any = Says(text)
             served = Served("m", engine, CharTokenizer(), char_chat(), 99, 0)

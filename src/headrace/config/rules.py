@@ -177,6 +177,28 @@ def _sampled_otherwise(config: RunConfig) -> Iterator[str]:
         yield f'{differs} nothing corrects for; set {correct}, or algorithm.proximal = "sampler"'
 
 
+def _cut_distribution(config: RunConfig) -> Iterator[str]:
+    """Tokens that cannot be sampled: the learner does not know the cut, so no ratio to the sampler is right."""
+    rollout, algorithm = config.rollout, config.algorithm
+    cut = {"top_p": rollout.top_p} if rollout.top_p < 1 else {}
+    cut |= {"top_k": rollout.top_k} if rollout.top_k else {}
+    if not cut or algorithm.objective != "rl" or not rolls_out(config):
+        return
+    given = " and ".join(f"rollout.{name} = {value:g}" for name, value in cut.items())
+    off = " and ".join(f"rollout.{name} = {usual}" for name, usual in (("top_p", 1), ("top_k", 0)) if name in cut)
+    cuts = f"{given} cuts the distribution that is sampled from, and the learner does not know the cut"
+    against = [name for name, declared in loss_facts(algorithm).items() if declared.ratio == "sampler"]
+    if against:
+        yield f"{cuts}: the ratio of loss {', '.join(against)} would be wrong; set {off}, or use another loss"
+    elif algorithm.correction.name != "none":
+        yield f"{cuts}: correction {algorithm.correction.name} would be wrong; set {off}, or remove the correction"
+    elif algorithm.proximal == "sampler" and not _without_ratio(algorithm):
+        yield (
+            f'{cuts}: with algorithm.proximal = "sampler" no ratio would be 1; set {off}, or '
+            f'algorithm.proximal = "recompute"'
+        )
+
+
 def _values(config: RunConfig) -> Iterator[str]:
     for name, declared in estimator_facts(config.algorithm).items():
         if declared.needs_value_head and not config.algorithm.value_head:
@@ -323,6 +345,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _judging,
     _placing,
     _sampled_otherwise,
+    _cut_distribution,
     _values,
     _schedule,
     _streaming,
@@ -333,7 +356,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
 
 
 # these read what estimators and losses declare, which is known of a user's own once its module is loaded
-_BY_FACTS = (_groups, _sampled_otherwise, _schedule, _streaming)
+_BY_FACTS = (_groups, _sampled_otherwise, _cut_distribution, _schedule, _streaming)
 
 
 def check_declared(config: RunConfig) -> None:

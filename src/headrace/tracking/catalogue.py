@@ -176,6 +176,12 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             "version: rounding, unless weights did not arrive or `engine.weights` has fewer bits",
         ),
         Metric("drift/same_version_max", "nats", _MAX, "the largest of these differences"),
+        Metric(
+            "drift/of/<engine>/<dtype>",
+            "nats",
+            _WEIGHTED,
+            "`drift/same_version` under the names of engine and type of weights, to compare runs by",
+        ),
         Metric("drift/stale", "nats", _WEIGHTED, "the same mean on rows with older tokens: the policy has moved"),
         Metric(
             "policy/kl_to_sampler",

@@ -18,9 +18,16 @@ from headrace.tracking.metrics import MetricsAggregator
 
 
 def drift_metrics(
-    samples: Sequence[Sample], logprobs: Sequence[Sequence[float]], version: int, updated: bool = False
+    samples: Sequence[Sample],
+    logprobs: Sequence[Sequence[float]],
+    version: int,
+    updated: bool = False,
+    sampler: str | None = None,
 ) -> MetricsAggregator:
-    """Differences of sampler and learner on the trained tokens; `updated` says that this version has moved on since."""
+    """Differences of sampler and learner on the trained tokens; `updated` says that this version has moved on since.
+
+    `sampler` names engine and dtype, which rounding depends on: runs with different ones can then be compared.
+    """
     metrics = MetricsAggregator()
     rows, gap_T = _gaps(samples, logprobs)
     if not rows:
@@ -39,6 +46,8 @@ def drift_metrics(
         if oldest == version and not updated:
             metrics.record("drift/same_version", mean_size, weight=count)
             metrics.record("drift/same_version_max", largest)
+            if sampler is not None:
+                metrics.record(f"drift/of/{sampler}", mean_size, weight=count)
         elif oldest < version:
             metrics.record("drift/stale", mean_size, weight=count)
     return metrics

@@ -10,6 +10,7 @@ from headrace.algorithms.learning_rate import learning_rate
 from headrace.algorithms.objectives import Objective, Part, in_shares
 from headrace.backends.base import Backend
 from headrace.config import RunConfig
+from headrace.config.derived import sampler_kind
 from headrace.data.sample import LearnedShare, TrainBatch
 from headrace.scheduling.batch_metrics import batch_metrics
 from headrace.scheduling.buffer import FinishedGroup
@@ -27,6 +28,7 @@ class LearnerStep:
         self._objective = objective
         self._policy = policy
         self._updates = config.trainer.updates_per_batch
+        self._sampler = sampler_kind(config)
         self.streams = objective.streams and self._updates == 1 and not config.filters.min_partial_tasks
         self.roles: set[str] = set()
         """Roles of all trajectories that came so far, trained or not."""
@@ -102,7 +104,7 @@ class LearnerStep:
         trained = await self._backend.forward_backward(part.batch, part.algorithm)
         self.metrics.merge(trained.metrics.renamed("policy/", f"{part.area}/"))
         samples = part.batch.samples
-        drift = drift_metrics(samples, trained.logprobs, self._version, updated)
+        drift = drift_metrics(samples, trained.logprobs, self._version, updated, self._sampler)
         self.metrics.merge(drift.renamed("policy/", f"{part.area}/"))
         if not updated:
             self._policy.observe(samples, trained.logprobs, self._version)
