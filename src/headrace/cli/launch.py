@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from headrace.cli.show import to_toml
+from headrace.cli.toml_text import to_toml
 from headrace.cli.train import RunFile, read_run, split_words
 
 if TYPE_CHECKING:
