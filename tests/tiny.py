@@ -70,7 +70,7 @@ FALLBACK: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": _MIXED,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         },
-    ),  # fmt: skip
+    ),
     "openai_gpt": ("openai-gpt", _GPT2),  # has no key/value cache at all
     "mamba": ("mamba", {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}),  # nor has this one
 }

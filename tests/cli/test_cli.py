@@ -248,3 +248,14 @@ def test_doctor_knows_the_packages_of_every_extra():
         if extra != "dev"
     }
     assert declared == EXTRAS
+
+
+def test_doctor_plans_the_memory_of_a_run_file(capsys: Caught):
+    example = str(Path(__file__).parents[2] / "examples" / "countdown.toml")
+    assert run(["doctor", "--plan", example, "--memory", "24"]) == 0
+    out = capsys.readouterr().out
+    assert all(word in out for word in ("parameters", "optimizer", "activations", "logits", "cache", "fits: "))
+    assert run(["doctor", "--plan", example, "--memory", "0.5"]) == 1
+    assert "does not fit: " in (said := capsys.readouterr().out) and "backend.gradient_checkpointing = true" in said
+    assert run(["doctor", "--memory", "24"]) == 2
+    assert "give --plan FILE, too" in capsys.readouterr().err

@@ -71,13 +71,14 @@ def in_place_sync(hf_model: Any, engine: TorchEngine) -> WeightSync:
 
 class TorchEngineContract(EngineContract):
     family: str
+    fast_path = True
     row_block = 0
     vocabulary = tiny.VOCABULARY
 
     def setup_method(self) -> None:
         torch.set_num_threads(1)
         self.hf_model = tiny.tiny_model(self.family)
-        self.model = CountingModel(build_causal_model(self.hf_model))
+        self.model = CountingModel(build_causal_model(self.hf_model, self.fast_path))
         self.model._model.row_block = self.row_block
 
     def make_engine(self, **options: Any) -> TorchEngine:
@@ -109,11 +110,19 @@ class TestFastPath(TorchEngineContract):
     family = "llama"
 
 
-class TestFallback(TorchEngineContract):
+class TestTransformersForward(TorchEngineContract):
+    family = "llama"
+    fast_path = False
+    long = 100
+    draws = 400
+    others = 20
+
+
+class TestOtherArchitecture(TorchEngineContract):
     family = "gpt2"
     long = 100
     draws = 400
-    others = 10
+    others = 20
 
 
 # ---- work done ----------------------------------------------------------------------------------------------------

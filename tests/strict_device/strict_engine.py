@@ -181,7 +181,8 @@ def launch_sim(options: EngineOptions, files: Sequence[int]) -> WorkerProcess:
 @pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"lora": LoraSection(rank=4, targets=("q_proj",))}])
 async def test_shared_memory_brings_weights_from_device_to_device(tmp_path: Path, options: dict[str, Any]) -> None:
     folder = str(tiny.saved_model("qwen3", tmp_path))
-    section = ModelSection(name=folder, device="sim:0", **{"dtype": "float32"} | options)
+    given: dict[str, Any] = {"dtype": "float32", **options}
+    section = ModelSection(name=folder, device="sim:0", **given)
     learner = load_model(section)
     source = ModelWeights(learner)
     weights = SharedWeights(source)

@@ -165,6 +165,9 @@ class EngineSection(Section):
     weights: Weights = "float32"
     """Precision of the weights that decode replies: that of the model, or rounded to fewer bits at each weight sync.
     Small weights are faster while few sequences are decoded. The loss must correct for the difference."""
+    compile: bool = False
+    """Compile the decoding step of the transformers forward pass (torch.compile; on CUDA with CUDA graphs). The first
+    steps of each batch size and length take long, all others less."""
     cache_on_publish: Literal["keep", "recompute"] = "keep"
     """What a weight sync does to the keys and values of sequences in flight: keep those of the old weights, or
     recompute all."""
@@ -195,15 +198,16 @@ class EngineSection(Section):
 
     effects: ClassVar = declare(
         always("name", "max_model_length"),
-        when.SAMPLES("max_batch", "prefill_tokens", "kept_tokens", "weights", "threads", "health_every_s"),
+        when.SAMPLES("max_batch", "prefill_tokens", "kept_tokens", "weights", "compile", "threads", "health_every_s"),
         when.SEVERAL_ENGINES("replicas"),
         when.ON_SERVERS("urls", "python", "server_args", "server_env", "api_key_env", "transport"),
         when.ON_SERVERS("sync_tolerance", "start_timeout_s"),
         when.STARTS_SERVERS("replicas", "python", "server_args", "server_env", "start_timeout_s"),
         when.GIVEN_SERVERS("api_key_env"),
-        when.NOT_ON_SERVERS("kept_tokens", "weights"),
-        when.NOT_TINKER("prefill_tokens", "kept_tokens", "weights", "threads"),
+        when.NOT_ON_SERVERS("kept_tokens", "weights", "compile"),
+        when.NOT_TINKER("prefill_tokens", "kept_tokens", "weights", "compile", "threads"),
         when.NOT_DETERMINISTIC("kept_tokens"),
+        when.TOGETHER("compile"),
         when.SEVERAL_TURNS("kept_tokens"),
         when.AHEAD("cache_on_publish"),
         when.PARTIAL("cache_on_publish"),

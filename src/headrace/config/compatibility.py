@@ -55,9 +55,16 @@ class Change:
 def changes(stored: dict[str, Any], config: RunConfig) -> list[Change]:
     """What differs from a stored config.json. A setting that it does not have was at today's default."""
     new, usual = (dict(flatten(one.model_dump(mode="json"))) for one in (config, RunConfig()))
-    before = usual | dict(flatten(stored))
+    before = usual | _as_written_today(dict(flatten(stored)))
     found = (Change(key, before.get(key, _ABSENT), new.get(key, _ABSENT)) for key in sorted({*before, *new}))
     return [change for change in found if change.stored != change.new]
+
+
+def _as_written_today(stored: dict[str, Any]) -> dict[str, Any]:
+    """A file from before there were devices has the type that was the default then, and is "auto" now on the CPU."""
+    if "model.device" not in stored and stored.get("model.dtype") == "float32":
+        return stored | {"model.dtype": "auto"}
+    return stored
 
 
 def check_resume(stored: dict[str, Any], config: RunConfig, folder: Path, has_checkpoint: bool) -> list[str]:

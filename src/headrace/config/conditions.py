@@ -313,6 +313,11 @@ NOT_DETERMINISTIC = Condition(
     "run.deterministic keeps none",
     "remove it, or unset run.deterministic",
 )
+TOGETHER = Condition(
+    lambda s: not s.c.run.deterministic or not s.own.compile,
+    "run.deterministic decodes one sequence at a time, with what is not compiled",
+    "remove it, or unset run.deterministic",
+)
 SAMPLES_AS_LEARNED = Condition(
     lambda s: samples_as_learned(s.c),
     "with rollout.top_p, rollout.top_k, model.lora.dropout or engine.weights changed, sampler and learner differ by "

@@ -40,6 +40,8 @@ S = TypeVar("S")
 def _in_place(config: RunConfig, host: ModelHost) -> TorchEngine:
     section, given = config.engine, _sender(host, InPlace)
     given.model.decode_with(section.weights)
+    if section.compile:
+        given.model.compile_decoding()
     return TorchEngine(
         given.model,
         eos_ids=host.eos_ids,
@@ -64,6 +66,7 @@ def _in_process(config: RunConfig, host: ModelHost) -> RolloutEngine:
         eos_ids=host.eos_ids,
         row_block=DETERMINISTIC_ROWS if config.run.deterministic else 0,
         weights=section.weights,
+        compile=section.compile,
         max_batch=section.max_batch,
         max_model_length=length,
         prefill_tokens=section.prefill_tokens,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -15,10 +15,11 @@ from headrace.models.parts import Parts
 from headrace.models.row_attention import needs_own_attention
 from headrace.models.sequential_decoding import SequentialDecoder
 from headrace.models.slot_attention import use_slot_attention
-from headrace.models.slot_cache import DecodeStep, PrefillStep, SlotKeyValues
+from headrace.models.slot_cache import LENGTH_GRAIN, DecodeStep, PrefillStep, SlotKeyValues
 from headrace.models.transfer import upload
 
 _log = logging.getLogger("headrace")
+_FEWEST, _MOST_PROGRAMS = 8, 64
 _FILLED = 0.6  # a row shorter than this share of its batch's longest goes into the next batch
 
 
@@ -34,10 +35,22 @@ class BatchedDecoder:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self.one_by_one = False
+        self._compiled: Callable[..., Tensor] | None = None
         use_slot_attention(parts.whole)
 
     def new_cache(self) -> SlotKeyValues:
-        return SlotKeyValues()
+        return SlotKeyValues(static=self.compiled)
+
+    @property
+    def compiled(self) -> bool:
+        return self._compiled is not None
+
+    def compile(self) -> None:
+        """Compile the decoding step, for batches and lengths in powers of two; on CUDA it is recorded as a graph."""
+        # each batch and length is a program of its own, and of these there are more than torch expects
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_PROGRAMS)
+        mode = "reduce-overhead" if self._parts.device.type == "cuda" else None
+        self._compiled = torch.compile(self._forward, dynamic=False, mode=mode)
 
     def prefill(
         self, cache: SlotKeyValues, rows: PackedRows, slots: Sequence[int], begin: Sequence[int] | None
@@ -68,11 +81,17 @@ class BatchedDecoder:
         # padding repeats the last position: the one after it may be beyond what the model knows
         at = begin[:, None] + np.minimum(columns, lengths[:, None] - 1)
         written = (row_of, column_of, slots[row_of], at[row_of, column_of])
-        ids_RL, at_RL, slots_R, *step = upload([padded, at, slots, *written, begin], self._parts.device)
-        cache.step = PrefillStep(*step, past + longest, past, slots_R if past else None)
+        ids_RL, at_RL, slots_R, begin_R, row_T, column_T, slot_T, position_T = upload(
+            [padded, at, slots, begin, *written], self._parts.device
+        )
+        cache.step = PrefillStep(
+            row_T, column_T, slot_T, position_T, begin_R, past + longest, past, slots_R if past else None
+        )
         self._parts.run(ids_RL, last_only=True, position_ids=at_RL, past_key_values=cache, use_cache=True)
 
     def decode(self, cache: SlotKeyValues, ids_B: Tensor, lengths: Sequence[int]) -> Tensor:
+        if self._compiled is not None and cache.tensors:  # which the first step of all makes
+            return self._decode_compiled(self._compiled, cache, ids_B, lengths)
         ids_B, lengths_B = upload([ids_B.numpy(), np.array(lengths)], self._parts.device)
         if not self.one_by_one:
             return self._decode(cache, 0, ids_B, lengths_B, max(lengths) + 1)
@@ -82,8 +101,25 @@ class BatchedDecoder:
     def _decode(self, cache: SlotKeyValues, first: int, ids_B: Tensor, lengths_B: Tensor, length: int) -> Tensor:
         rows_B = torch.arange(len(ids_B), device=ids_B.device)
         cache.step = DecodeStep(slice(first, first + len(ids_B)), rows_B, lengths_B, length)
+        return self._forward(ids_B, lengths_B, cache)
+
+    def _decode_compiled(
+        self, compiled: Callable[..., Tensor], cache: SlotKeyValues, ids_B: Tensor, lengths: Sequence[int]
+    ) -> Tensor:
+        """Slots that are not in use fill the batch up: they write to their first position, which nobody reads."""
+        count, most = len(lengths), _power(len(lengths), _FEWEST)
+        cache.ensure(most, _power(max(lengths) + 1, LENGTH_GRAIN))
+        ids, at = np.zeros((2, most), dtype=np.int64)
+        ids[:count], at[:count] = ids_B.numpy(), lengths
+        ids_P, at_P, rows_P = upload([ids, at, np.arange(most)], self._parts.device)
+        cache.step = DecodeStep(slice(0, most), rows_P, at_P, _power(max(lengths) + 1, LENGTH_GRAIN))
+        return compiled(ids_P, at_P, cache)[
+            :count
+        ].clone()  # the next step of a recorded graph writes to the same memory
+
+    def _forward(self, ids_B: Tensor, at_B: Tensor, cache: SlotKeyValues) -> Tensor:
         states_B1D, _ = self._parts.run(
-            ids_B[:, None], position_ids=lengths_B[:, None], past_key_values=cache, use_cache=True
+            ids_B[:, None], position_ids=at_B[:, None], past_key_values=cache, use_cache=True
         )
         return states_B1D[:, -1]
 
@@ -91,6 +127,11 @@ class BatchedDecoder:
         if not self.one_by_one:
             return self._parts.logits(states_BD)
         return torch.cat([self._parts.logits(row) for row in states_BD.split(1)])
+
+
+def _power(count: int, least: int) -> int:
+    """The next power of two, times the least."""
+    return least * 2 ** max(0, -(-count // least) - 1).bit_length()
 
 
 @torch.no_grad()
@@ -155,5 +196,5 @@ def _together(decoder: BatchedDecoder, parts: Parts, rows: Sequence[Sequence[int
     cache.ensure(len(rows), max(map(len, rows)))
     begun = [row[:-1] for row in rows if len(row) > 1]
     decoder.prefill(cache, PackedRows.from_rows(begun), range(len(begun)), None)
-    ids_B = torch.tensor([row[-1] for row in rows])
+    ids_B = torch.tensor([row[-1] for row in rows], device="cpu")
     return decoder.logits(decoder.decode(cache, ids_B, [len(row) - 1 for row in rows])).float()

@@ -118,6 +118,10 @@ class CausalModel(Protocol):
         """Decode with a copy of the weights in fewer bits, or with themselves; ConfigError where that cannot be."""
         ...
 
+    def compile_decoding(self) -> None:
+        """Compile the decoding step from now on; ConfigError where that cannot be."""
+        ...
+
     def renew(self) -> None:
         """The weights have changed: make such a copy again."""
         ...

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from headrace.config import Weights
-from headrace.models.batched_decoding import choose_decoder, remember_decoder
+from headrace.errors import ConfigError
+from headrace.models.batched_decoding import BatchedDecoder, choose_decoder, remember_decoder
 from headrace.models.causal import Draws, require_no_copy
 from headrace.models.modules import copy_modules, copy_weights, trained_parameters
 from headrace.models.packed import PackedRows
@@ -30,7 +31,7 @@ class TransformersModel:
         self._attention = self._sampler.whole.config._attn_implementation
         self._decoder = choose_decoder(self._sampler)
         remember_decoder(self._sampler, self._learner)
-        self._row_block = 0
+        self.row_block = 0  # above 0: one by one. A sequence alone in its forward depends on no other
         self.vocabulary: int = self._learner.config.vocab_size
         self.max_length = self._learner.max_length
         self._forward = PackedForward(self._learner, attention)
@@ -41,15 +42,6 @@ class TransformersModel:
     @property
     def device(self) -> torch.device:
         return self._learner.device
-
-    @property
-    def row_block(self) -> int:
-        return self._row_block
-
-    @row_block.setter
-    def row_block(self, rows: int) -> None:
-        # a sequence alone in its forward does not depend on others, whatever the kernels do
-        self._row_block, self._decoder.one_by_one = rows, rows > 0
 
     def hidden(self, rows: PackedRows) -> Tensor:
         return self._forward.hidden(rows)
@@ -63,6 +55,14 @@ class TransformersModel:
     def decode_with(self, weights: Weights) -> None:
         require_no_copy(weights, "a model is decoded by transformers, as one outside the Llama family is")
 
+    def compile_decoding(self) -> None:
+        if not isinstance(self._decoder, BatchedDecoder):
+            raise ConfigError(
+                "engine.compile compiles the decoding of many sequences together, and this model is decoded one "
+                "sequence at a time; remove it"
+            )
+        self._decoder.compile()
+
     def renew(self) -> None:
         pass
 
@@ -74,6 +74,8 @@ class TransformersModel:
         Parts(copied_modules).whole.config._attn_implementation = self._attention
         copied = TransformersModel(copied_modules, self.attention)
         copied.row_block = self.row_block
+        if isinstance(self._decoder, BatchedDecoder) and self._decoder.compiled:
+            copied.compile_decoding()
         return copied
 
     def new_cache(self) -> Any:
@@ -81,14 +83,17 @@ class TransformersModel:
 
     @torch.no_grad()
     def prefill(self, cache: Any, rows: PackedRows, slots: Sequence[int], begin: Sequence[int] | None = None) -> None:
+        self._decoder.one_by_one = self.row_block > 0
         self._decoder.prefill(cache, rows, slots, begin)
 
     @torch.no_grad()
     def decode(self, cache: Any, ids_B: Tensor, lengths: Sequence[int]) -> Tensor:
+        self._decoder.one_by_one = self.row_block > 0
         return self._decoder.decode(cache, ids_B, lengths)
 
     @torch.no_grad()
     def decode_logits(self, hidden_BD: Tensor) -> Tensor:
+        self._decoder.one_by_one = self.row_block > 0
         return self._decoder.logits(hidden_BD)
 
     def decode_and_sample(self, cache: Any, ids_B: Tensor, lengths: Sequence[int], draws: Draws) -> None:

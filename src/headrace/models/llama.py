@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from headrace.config import Weights
+from headrace.errors import ConfigError
 from headrace.models import decoder_layer
 from headrace.models.causal import Draws, require_no_copy
 from headrace.models.elementwise import normed, swiglu, turn_
@@ -153,6 +154,12 @@ class LlamaModel:
         if weights != self._decoded_with:
             self._decoded_with = weights
             del self._decoder  # it is built again when it is needed
+
+    def compile_decoding(self) -> None:
+        raise ConfigError(
+            "engine.compile is for the forward pass of transformers, and this model decodes with Headrace's own; "
+            "remove it, or set model.fast_path = false"
+        )
 
     def renew(self) -> None:
         if self._decoded_with != "float32" and (decoder := self._decoder):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,24 +18,9 @@ from transformers.cache_utils import Cache
 LENGTH_GRAIN, _SLOT_GRAIN = 64, 16
 
 
-class Step(Protocol):
-    """What one forward writes to the cache, and what it sees of it."""
-
-    first_R: Tensor
-    """Position of each row's first token."""
-    length: int
-    """Positions of keys and values that are seen, masked ones among them."""
-    past: int
-    """How many of these were there before."""
-
-    def update(self, keys: Tensor, values: Tensor, k_RHLd: Tensor, v_RHLd: Tensor) -> tuple[Tensor, Tensor]:
-        """Write new keys and values into a layer's slots; what the rows attend to."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class DecodeStep:
-    """One token for each slot from `slots.start` on."""
+    """One token for each slot from `slots.start` on, at positions `first_R`; `length` positions are seen or masked."""
 
     slots: slice
     rows_R: Tensor
@@ -44,9 +29,11 @@ class DecodeStep:
 
     @property
     def past(self) -> int:
+        """Positions that were there before."""
         return self.length - 1
 
     def update(self, keys: Tensor, values: Tensor, k_RHLd: Tensor, v_RHLd: Tensor) -> tuple[Tensor, Tensor]:
+        """Write new keys and values into a layer's slots; what the rows attend to."""
         keys, values = keys[self.slots], values[self.slots]
         keys[self.rows_R, :, self.first_R] = k_RHLd[:, :, 0]
         values[self.rows_R, :, self.first_R] = v_RHLd[:, :, 0]
@@ -74,6 +61,9 @@ class PrefillStep:
             return k_RHLd, v_RHLd
         seen = slice(self.length)
         return keys[:, :, seen].index_select(0, self.slots_R), values[:, :, seen].index_select(0, self.slots_R)
+
+
+Step = DecodeStep | PrefillStep
 
 
 class SlotKeyValues(Cache):

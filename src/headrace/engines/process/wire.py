@@ -26,6 +26,7 @@ class EngineOptions:
     eos_ids: tuple[int, ...] = ()
     row_block: int = 0
     weights: Weights = "float32"
+    compile: bool = False
     max_batch: int = 128
     max_model_length: int | None = None
     prefill_tokens: int = 8192

@@ -103,9 +103,11 @@ def _bound_models(given: Open, files: Sequence[int]) -> BoundModels:
     keep_freed_memory()
 
     def build(hf_model: Any) -> CausalModel:
-        model = build_causal_model(hf_model, options.model.fast_path)
+        model = build_causal_model(hf_model, options.model.fast_path, options.model.attention)
         model.row_block = options.row_block
         model.decode_with(options.weights)
+        if options.compile:
+            model.compile_decoding()
         return model
 
     return BoundModels(load_model(options.model).eval(), given.layout, files, build)
