@@ -97,7 +97,8 @@ def _episodes(reader: LedgerReader, start: float, end: float) -> list[Row]:
         "ORDER BY episode_id DESC LIMIT ?"
     )
     rows = reader.rows(query, (begin, stop, end, start, _MOST_EPISODES))
-    return [dict(zip(names, map(plain, row), strict=True)) for row in rows][::-1]
+    found: list[Row] = [dict(zip(names, map(plain, row), strict=True)) for row in rows]
+    return found[::-1]
 
 
 def _longest(reader: LedgerReader) -> float:
