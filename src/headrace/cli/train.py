@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +13,7 @@ from cyclopts import Group, Parameter
 from headrace.cli.help import print_settings
 from headrace.cli.trust import Trust, require_trust
 from headrace.errors import ConfigError, HeadraceError
-from headrace.registry import nearest
+from headrace.registry import load_object, nearest
 
 if TYPE_CHECKING:
     from headrace.config import RunConfig
@@ -40,7 +41,10 @@ DryRun = Annotated[
 ]
 
 
-_OPTIONS = ("--run-dir", "--resume", "--dry-run", "--trust")
+View = Annotated[bool, Parameter(negative="", show_default=False, help="Show the run in the browser while it goes on.")]
+
+
+_OPTIONS = ("--run-dir", "--resume", "--dry-run", "--trust", "--view")
 
 
 def train(
@@ -51,17 +55,20 @@ def train(
     resume: Resume = None,
     dry_run: DryRun = False,
     trust: Trust = False,
+    view: View = False,
 ) -> int:
     """Train by a run file, or resume a run. Settings of a later file replace those of an earlier one."""
+    if view and dry_run:
+        raise ConfigError("--dry-run starts nothing that --view could show; leave one of them out")
     if resume is not None:
         require_trust(resume, trust)
         words = [] if file is None else [file, *overrides]
-        return _run(lambda: _read_resumed(resume, words, run_dir), dry_run)
+        return _run(lambda: _read_resumed(resume, words, run_dir), dry_run, view)
     if trust:
         raise ConfigError("--trust is for the folder of a run (--resume RUN_DIR); leave it out")
     if file is None:
         raise ConfigError("give a run file to train, or the folder of a run with --resume RUN_DIR")
-    return _run(lambda: read_run(file, overrides, *_OPTIONS, run_dir=run_dir), dry_run)
+    return _run(lambda: read_run(file, overrides, *_OPTIONS, run_dir=run_dir), dry_run, view)
 
 
 def sft(
@@ -79,12 +86,24 @@ def sft(
     return _run(lambda: read_run(file, words, "--run-dir", "--dry-run", run_dir=run_dir), dry_run)
 
 
-def _run(read: Callable[[], RunConfig], dry_run: bool) -> int:
+def _run(read: Callable[[], RunConfig], dry_run: bool, view: bool = False) -> int:
     if dry_run:
         return _dry_run(read)
     from headrace.trainer.trainer import UnifiedTrainer
 
-    return 130 if UnifiedTrainer(read()).fit().interrupted else 0
+    trainer = UnifiedTrainer(read())
+    with _viewer(trainer.config) if view else nullcontext():
+        return 130 if trainer.fit().interrupted else 0
+
+
+@contextmanager
+def _viewer(config: RunConfig) -> Iterator[None]:
+    """A viewer over the folder of runs: which of them this run gets is known only once it has it."""
+    viewer_beside = load_object("headrace.viewer.beside:viewer_beside")
+    config.run.dir.mkdir(parents=True, exist_ok=True)
+    with viewer_beside(config.run.dir) as url:
+        print(f"watch it at {url}", flush=True)
+        yield
 
 
 def _dry_run(read: Callable[[], RunConfig]) -> int:

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from headrace.config.loading import build_config
 from headrace.data.episode import Episode, ModelOutput, OwnedMessages, Step
@@ -21,6 +21,7 @@ from headrace.errors import DataError
 from headrace.judge.router import configured_judger
 from headrace.ledger.episode_record import AttemptRecord, DivergedReplay
 from headrace.rollout.agent_loop import AgentLoop, Limits, close_all, sampling_of
+from headrace.rollout.chat import ChatTemplate
 from headrace.rollout.messages import ToolSchema
 from headrace.rollout.model_client import Model
 from headrace.rollout.outcome import RolloutSpec
@@ -45,9 +46,10 @@ async def _replay(record: Recorded, task: Task | None) -> Episode:
     answers = _Answers(record)
     limits = replace(Limits.from_section(config.rollout), retries=0)
     loop = AgentLoop(
-        run_function(config.workflow), NoEngine(), _NoTemplate(), configured_judger(config.workflow, config.judge),
-        limits, journal=_Again(answers), new_model=partial(_RecordedModel, answers),
-    )  # type: ignore[arg-type]  # fmt: skip
+        run_function(config.workflow), NoEngine(), cast(ChatTemplate, None),  # nothing is rendered
+        configured_judger(config.workflow, config.judge), limits, journal=_Again(answers),
+        new_model=partial(_RecordedModel, answers),
+    )  # fmt: skip
     group_id, rollout_idx, seed = record["place"]
     try:
         return await loop.roll_out(RolloutSpec(found, group_id, rollout_idx, seed), sampling_of(config.rollout))
@@ -152,7 +154,3 @@ class _Again(RunJournal):
 
     def restart(self, record: AttemptRecord) -> AttemptRecord:
         raise DivergedReplay(f"the workflow did not do again what is recorded: {self._answers.why}")
-
-
-class _NoTemplate:
-    """Stands where a chat template does; nothing is rendered."""

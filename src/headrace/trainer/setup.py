@@ -263,7 +263,7 @@ async def open_run(
     trackers = TrackerSet.from_names(config.track.trackers)
     async with AsyncExitStack() as held:
         held.enter_context(closing(trackers))
-        trackers.message(f"loading {config.model.name} for the run in {folder}")
+        trackers.message(f"loading {config.model.name} for the run in {folder}; watch it with headrace view {folder}")
         values = held.enter_context(closing(StoredValues(folder / "store.sqlite")))
         parts = await run_in_thread(assemble, config, given, values, report=trackers.progress)
         for line in placements(config):

@@ -34,6 +34,8 @@ def _print(result: RunResult, config: RunConfig, picture: str | None) -> None:
     if result.last_evaluation and (finished or result.last_evaluation != result.first_evaluation):
         console.print(_table(result, config))
     lines = [("run folder", str(result.run_dir))]
+    if config.ledger.enabled:
+        lines.append(("look at it", f"headrace view {result.run_dir}"))
     if picture:
         lines.append(("curves", picture))
     if result.interrupted:

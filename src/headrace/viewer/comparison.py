@@ -39,8 +39,8 @@ def evaluation_page(view: RunView, step: int, name: str) -> dict[str, Any]:
 
 def compare_page(shelf: RunShelf, first: str, second: str, name: str | None) -> dict[str, Any]:
     """Two sides on the same tasks: RUN@STEP of an evaluated set, or RUN@STEP or RUN@FIRST-LAST of training."""
-    sides = [_side(shelf, place, name) for place in (first, second)]
-    found = plain(compare_sides(*sides, name or "training").to_dict())
+    one, other = (_side(shelf, place, name) for place in (first, second))
+    found = plain(compare_sides(one, other, name or "training").to_dict())
     return {**found, "first": first, "second": second, "set": name, "cut": len(found["tasks"]) > _MOST_TASKS} | {
         "tasks": found["tasks"][:_MOST_TASKS]
     }

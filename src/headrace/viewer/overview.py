@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 from headrace.errors import LedgerError
@@ -22,7 +23,13 @@ def runs_page(shelf: RunShelf) -> dict[str, Any]:
     """All runs, the one that changed last first."""
     rows = [summary_of(view) for view in shelf.runs()]
     rows.sort(key=lambda row: -(row["changed_at"] or 0))
-    return {"root": str(shelf.root), "runs": rows}
+    return {"root": shown_path(shelf.root), "runs": rows}
+
+
+def shown_path(folder: Path) -> str:
+    """As a person at the terminal would name it."""
+    here = Path.cwd()
+    return str(folder.relative_to(here)) if folder.is_relative_to(here) else str(folder)
 
 
 def summary_of(view: RunView) -> dict[str, Any]:
@@ -45,7 +52,7 @@ def summary_of(view: RunView) -> dict[str, Any]:
         facts["problem"] = str(error)
     return {
         "id": view.id,
-        "path": str(view.folder),
+        "path": shown_path(view.folder),
         "state": state.word,
         "why": state.why,
         "steps": _get(config, "trainer", "steps"),
@@ -121,8 +128,9 @@ def _recorded(reader: LedgerReader) -> dict[str, Any]:
                 "pid": one.pid,
                 "host": one.host,
                 "resumed_from": one.resumed_from,
+                "last_sign_at": last_sign(reader, one.started_at, following) if one.ended_at is None else None,
             }
-            for one in processes
+            for one, following in zip(processes, [*(one.started_at for one in processes[1:]), None], strict=True)
         ],
         "evaluations": [
             {"step": one.step, "set": one.name, "metrics": plain(one.metrics)} for one in reader.evaluations()
@@ -132,6 +140,17 @@ def _recorded(reader: LedgerReader) -> dict[str, Any]:
         "groups": (reader.last_group_id() or 0) + 1 if reader.last_group_id() is not None else 0,
         "ledger_bytes": reader.size_bytes(),
     }
+
+
+def last_sign(reader: LedgerReader, start: float, end: float | None) -> float:
+    """The last thing on record of a process that was killed, before the next one started."""
+    before = 1e300 if end is None else end
+    queries = (
+        "SELECT max(recorded_at) FROM batches WHERE recorded_at < ?",
+        "SELECT max(committed_at) FROM batches WHERE committed_at < ?",
+        "SELECT max(evaluated_at) FROM evaluations WHERE evaluated_at < ?",
+    )
+    return max(start, *(reader.rows(query, (before,))[0][0] or 0.0 for query in queries))
 
 
 def _plain_account(account: Any) -> dict[str, int]:

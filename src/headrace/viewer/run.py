@@ -8,9 +8,10 @@ import os
 import socket
 import threading
 import webbrowser
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from typing import Any
 from urllib.parse import quote
 
 from headrace.utils.http_server import HttpServer, listen
@@ -58,6 +59,19 @@ async def _serving(
         yield server, viewer, serving
     finally:
         shelf.close()
+
+
+async def serve_for(options: ViewOptions, life: Coroutine[Any, Any, None], report: Callable[[str], None]) -> None:
+    """Serve as long as `life` lasts; `report` gets the URL."""
+    listening = _listen(options)
+    with contextlib.suppress(OSError):
+        os.nice(_NICE)
+    async with _serving(options, listening) as (server, viewer, serving):
+        report(url_of(options, listening))
+        await life
+        viewer.closing.set()
+        server.stop()
+        await serving
 
 
 @contextmanager

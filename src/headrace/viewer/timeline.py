@@ -6,6 +6,7 @@ from typing import Any
 
 from headrace.ledger.export import plain
 from headrace.ledger.reader import LedgerReader
+from headrace.viewer.overview import last_sign
 from headrace.viewer.store import RunView, has_times
 
 _MOST_EPISODES = 1500
@@ -96,7 +97,8 @@ def _episodes(reader: LedgerReader, start: float, end: float) -> list[Row]:
         "ORDER BY episode_id DESC LIMIT ?"
     )
     rows = reader.rows(query, (begin, stop, end, start, _MOST_EPISODES))
-    return [dict(zip(names, map(plain, row), strict=True)) for row in rows][::-1]
+    found: list[Row] = [dict(zip(names, map(plain, row), strict=True)) for row in rows]
+    return found[::-1]
 
 
 def _longest(reader: LedgerReader) -> float:
@@ -127,7 +129,7 @@ def _between(reader: LedgerReader, query: str, names: tuple[str, ...], values: t
 
 
 def _processes(reader: LedgerReader) -> list[Row]:
-    """Starts and ends; of a process that was killed the last thing on record before the next one started."""
+    """Starts and ends; of a process that was killed, its last sign of life before the next one started."""
     found = reader.processes()
     rows: list[Row] = []
     for number, one in enumerate(found):
@@ -136,7 +138,9 @@ def _processes(reader: LedgerReader) -> list[Row]:
             {
                 "started_at": one.started_at,
                 "ended_at": one.ended_at,
-                "killed_before": following if one.ended_at is None else None,
+                "killed_at": last_sign(reader, one.started_at, following)
+                if one.ended_at is None and following
+                else None,
                 "pid": one.pid,
                 "resumed_from": one.resumed_from,
             }

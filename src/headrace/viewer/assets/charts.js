@@ -89,8 +89,8 @@ export function chart(title, options) {
 function ticksText(ticks) {
   const apart = ticks.length > 1 ? Math.abs(ticks[1] - ticks[0]) : 1;
   const most = Math.max(...ticks.map(Math.abs));
-  if (most >= 1e5 || (most > 0 && most < 0.001)) return ticks.map((tick) => (tick === 0 ? "0" : tick.toExponential(0).replace("-", "−").replace("e+", "e")));
-  const digits = Math.max(0, Math.min(4, Math.ceil(-Math.log10(apart) - 1e-9)));
+  if (most >= 1e5 || (most > 0 && most < 0.001)) return ticks.map((tick) => (tick === 0 ? "0" : tick.toExponential(1).replace("-", "−").replace("e+", "e")));
+  const digits = [0, 1, 2, 3, 4].find((one) => Math.abs(apart * 10 ** one - Math.round(apart * 10 ** one)) < 1e-6) ?? 4;
   return ticks.map((tick) => num(tick, digits));
 }
 

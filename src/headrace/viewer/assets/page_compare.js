@@ -55,7 +55,7 @@ export async function comparePage(context) {
   ];
   const node = h("div", { class: "stack" }, h("div", { class: "head" }, h("h1", null, `${page.second} against ${page.first}`), page.set && badge(visible(page.set), "quiet")),
     stats([
-      ["pass@1 before", percent(rate.first)], ["after", percent(rate.second)], ["Difference", signed(rate.difference, percent), `95%: ${signed(rate.low, percent)} to ${signed(rate.high, percent)}`], ["Sign test", `p = ${num(rate.p_value)}`, "two-sided, exact"],
+      ["pass@1 before", percent(rate.first)], ["after", percent(rate.second)], ["Difference", signed(rate.difference, percent), `95%: ${signed(rate.low, percent)} to ${signed(rate.high, percent)}`], ["Sign test", rate.p_value < 0.0001 ? "p < 0.0001" : `p = ${num(rate.p_value)}`, "two-sided, exact"],
       ["Wrong → right", num(page.fixed), "tasks"], ["Right → wrong", num(page.broken), "tasks"], ["Reward", signed(page.reward.difference, num), `95%: ${signed(page.reward.low, num)} to ${signed(page.reward.high, num)}`], ["Tasks in common", num(page.tasks_in_common), `${page.only_first} and ${page.only_second} alone`],
     ]),
     h("div", { class: "row" }, filter("broken", `Right → wrong: ${page.broken}`), filter("fixed", `Wrong → right: ${page.fixed}`)),

@@ -27,10 +27,16 @@ export function stats(entries) {
   return h("dl", { class: "stats" }, entries.filter(Boolean).map(([name, value, note]) => h("div", { class: "stat" }, h("dt", { title: name }, name), h("dd", { title: typeof value === "string" ? value : null }, value, noted && h("small", null, note ?? "\u00a0")))));
 }
 
+// When a process ended: of a killed one its last sign; the last one of a running run goes on.
+function endOf(page, one, place) {
+  if (one.ended_at) return one.ended_at;
+  return page.state === "running" && place === page.starts.length - 1 ? Date.now() / 1000 : one.last_sign_at ?? one.started_at;
+}
+
 function facts(page) {
   const last = page.metrics;
   const found = page.evaluation;
-  const spent = (page.starts ?? []).reduce((sum, one) => sum + ((one.ended_at ?? (page.state === "running" ? Date.now() / 1000 : page.changed_at) ?? one.started_at) - one.started_at), 0);
+  const spent = (page.starts ?? []).reduce((sum, one, place) => sum + (endOf(page, one, place) - one.started_at), 0);
   return stats([
     ["Step", num(page.step), `of ${num(page.steps)}`],
     ["Policy version", num(page.version)],
@@ -154,7 +160,7 @@ function starts(page) {
     { title: "Start", num: true, cell: (_, place) => place + 1 },
     { title: "Began", class: "nowrap", cell: (one) => clock(one.started_at) },
     { title: "Ended", class: "nowrap", cell: (one, place) => one.ended_at ? clock(one.ended_at) : place === page.starts.length - 1 && page.state === "running" ? badge("running", "good live") : badge("killed", "bad", "it ended without writing its end") },
-    { title: "For", num: true, cell: (one) => one.ended_at ? seconds(one.ended_at - one.started_at) : "–" },
+    { title: "For", num: true, cell: (one, place) => seconds(endOf(page, one, place) - one.started_at) },
     { title: "Process", cell: (one) => `${one.pid} on ${one.host}` },
     { title: "Resumed from", cell: (one) => one.resumed_from === null ? "the beginning" : `step ${one.resumed_from}` },
   ];

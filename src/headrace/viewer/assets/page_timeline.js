@@ -79,7 +79,7 @@ function lanes(id, data, by, width) {
   const made = svg("svg", { class: "lanes", viewBox: `0 0 ${width} ${height}`, width, height, role: "group", "aria-label": "timeline" },
     ticks(data).map((at) => [svg("line", { class: "rule", x1: x(at), x2: x(at), y1: TOP, y2: height - 18 }), svg("text", { x: x(at), y: height - 5, "text-anchor": "middle" }, tickText(at, data))]),
     label("processes", "process"), data.processes.map((one) => {
-      const end = one.ended_at ?? one.killed_before ?? data.end;
+      const end = one.ended_at ?? one.killed_at ?? data.end;
       return end < data.start || one.started_at > data.end ? null : bar(one.started_at, end, tops.processes, 14, one.ended_at ? "var(--line-strong)" : "var(--accent)", `process ${one.pid}${one.resumed_from === null ? "" : `, resumed from step ${one.resumed_from}`}`);
     }),
     label("learner", "learner"), data.waits.map((one) => bar(one.started_at, one.ended_at, tops.learner + 7, 3, "var(--line)", `waited ${seconds(one.ended_at - one.started_at)}`)),
@@ -88,7 +88,7 @@ function lanes(id, data, by, width) {
     label("evaluations", "evaluated"), data.evaluations.map((one) => svg("a", { href: runLink(id, "evaluation", one.step, one.set), "aria-label": `evaluation of ${one.set} at step ${one.step}` }, svg("rect", { x: clip(one.at) - 4, y: tops.evaluations, width: 8, height: 12, rx: 2, fill: "var(--c4)" }, svg("title", null, `evaluation of ${one.set} at step ${one.step}`)))),
     svg("text", { x: 0, y: tops.episodes + 11 }, "episodes"),
     data.episodes.map((one, place) => places[place] >= MOST_LANES ? null : bar(one.started_at, one.finished_at ?? data.end, tops.episodes + places[place] * LANE, LANE - 1.5, colourOf(one, by, bounds), `group ${one.group_id}, rollout ${one.rollout_idx}: ${one.state}, reward ${num(one.reward)}, version ${one.oldest_version ?? "–"} to ${one.newest_version ?? "–"}, ${num(one.tokens)} tokens`, rolloutLink(id, one.group_id, one.rollout_idx, one.attempt || null))),
-    data.processes.map((one) => [mark(one.started_at, "start", one.resumed_from === null ? "start" : "resume"), one.ended_at === null && one.killed_before !== null ? mark(one.killed_before, "kill", "killed before this") : null]));
+    data.processes.map((one) => [mark(one.started_at, "start", one.resumed_from === null ? "start" : "resume"), one.killed_at !== null ? mark(one.killed_at, "kill", "killed after this, its last sign") : null]));
   function mark(at, kind, text) {
     return at < data.start || at > data.end ? null : svg("line", { class: kind, x1: x(at), x2: x(at), y1: TOP - 4, y2: height - 20 }, svg("title", null, text));
   }
@@ -113,5 +113,5 @@ function table(data) {
   const running = data.episodes.filter((one) => one.state === "running").length;
   const learned = data.batches.reduce((sum, one) => sum + Math.max(0, Math.min(one.ended_at ?? data.end, data.end) - Math.max(one.started_at, data.start)), 0);
   const waited = data.waits.reduce((sum, one) => sum + one.ended_at - one.started_at, 0);
-  return h("p", { class: "sub" }, `${num(data.episodes.length)} episodes (${running} running), ${num(data.batches.length)} batches: the learner was busy for ${seconds(learned)} and waited for ${seconds(waited)}. ${num(data.syncs.length)} weight syncs (violet). Starts are green, kills red.`);
+  return h("p", { class: "sub" }, `${num(data.episodes.length)} episodes${running ? ` (${running} without an end)` : ""}, ${num(data.batches.length)} batches: the learner was busy for ${seconds(learned)} and waited for ${seconds(waited)}. ${num(data.syncs.length)} weight syncs (violet). Starts are green, kills red.`);
 }
