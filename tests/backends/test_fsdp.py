@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from fork_server import ForkServer
 from fsdp_cases import TIGHT, Case, difference, local_gradient, losses, new_group, new_learner, steps
 from headrace.algorithms.batching import pack
 from headrace.backends.fsdp.group import LearnerGroup
 from headrace.backends.local.learner import Learner
+from headrace.backends.ranks import pipes
 from headrace.backends.ranks.pipes import PipeRanks
 from headrace.errors import BackendError, DataError, DivergedError
 
@@ -22,8 +24,18 @@ CASES = {case.name: case for case in losses()}
 PPO, VALUES = CASES["ppo_clip"], CASES["value head"]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def forked_ranks() -> Iterator[None]:
+    """Ranks by fork: importing what they need takes seconds each time."""
+    server = ForkServer("rank")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipes, "launch_rank", server.launch_rank)
+        yield
+    server.close()
+
+
 @pytest.fixture(scope="module")
-def pair() -> Iterator[LearnerGroup]:
+def pair(forked_ranks: None) -> Iterator[LearnerGroup]:
     """Two ranks with a value head, for all tests: each begins with the weights that it loads."""
     group = new_group(VALUES.config(2))
     yield group

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from contracts.backend_contract import BackendContract
+from fork_server import ForkServer
 from headrace.backends.fsdp.backend import FsdpBackend
+from headrace.backends.ranks import pipes
 from headrace.config import RunConfig
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forked_ranks() -> Iterator[None]:
+    """Ranks by fork: importing what they need takes seconds each time."""
+    server = ForkServer("rank")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipes, "launch_rank", server.launch_rank)
+        yield
+    server.close()
 
 
 class FsdpContract(BackendContract):
