@@ -1,7 +1,7 @@
-"""Engine processes by fork: the suite starts many of them, and importing torch takes seconds each time.
+"""Engine processes and ranks by fork: the suite starts many of them, and importing torch takes seconds each time.
 
-A server imports once what an engine process needs, and forks one for each launch. `kill -USR1` breaks the model of a
-process.
+A server imports once what such a process needs, and forks one for each launch. `kill -USR1` breaks the model of an
+engine process.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -23,14 +23,18 @@ SMOKE = "the forward went up in smoke"
 
 
 class ForkedChild:
-    """An engine process whose parent is the server."""
+    """A process whose parent is the server."""
 
     def __init__(self, pid: int, connection: socket.socket, printed: int) -> None:
         self.pid, self.connection = pid, connection
-        self._tail = Tail(os.fdopen(printed, "rb"))
+        self.output = Tail(os.fdopen(printed, "rb"), 400)
 
     def last_output(self) -> str:
-        return self._tail.text()
+        return self.output.text()
+
+    def signal(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, number)
 
     def kill(self) -> None:
         with suppress(ProcessLookupError):
@@ -45,18 +49,18 @@ class ForkedChild:
 
 
 class ForkServer:
-    """Launches `ForkedChild`s."""
+    """Launches `ForkedChild`s: engine processes, or ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str = "engine") -> None:
         self._socket, theirs = socket.socketpair()
         self._process = subprocess.Popen(
-            [sys.executable, __file__, str(theirs.fileno())],
+            [sys.executable, __file__, str(theirs.fileno()), kind],
             pass_fds=[theirs.fileno()],
             env=os.environ | {"OMP_NUM_THREADS": "1"},
         )
         theirs.close()
 
-    def launch(self, options: EngineOptions, files: Sequence[int]) -> ForkedChild:
+    def launch(self, options: EngineOptions | None = None, files: Sequence[int] = ()) -> ForkedChild:
         ours, theirs = socket.socketpair()
         printed, prints = os.pipe()
         socket.send_fds(self._socket, [b"fork"], [theirs.fileno(), prints, *files])
@@ -64,6 +68,9 @@ class ForkServer:
         theirs.close()
         os.close(prints)
         return ForkedChild(pid, ours, printed)
+
+    def launch_rank(self, environment: Mapping[str, str]) -> Any:
+        return self.launch()
 
     def close(self) -> None:
         self._socket.close()
@@ -79,7 +86,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def _serve(connection: socket.socket) -> None:
+def _serve_engines(connection: socket.socket) -> None:
     import transformers.models.llama.modeling_llama  # what loading the model would import
     from transformers import PreTrainedTokenizerFast  # noqa: F401
 
@@ -89,6 +96,26 @@ def _serve(connection: socket.socket) -> None:
 
     assert transformers
     LlamaModel.decode_and_sample = slowed(LlamaModel.decode_and_sample)
+
+    def run(files: Sequence[int]) -> None:
+        signal.signal(signal.SIGUSR1, _break_models)
+        worker.main(files[0], files[2:])
+
+    _serve(connection, run)
+
+
+def _serve_ranks(connection: socket.socket) -> None:
+    import transformers.models.llama.modeling_llama
+    from transformers import PreTrainedTokenizerFast  # noqa: F401
+
+    import headrace.backends.fsdp.rank
+    from headrace.backends.ranks import worker
+
+    assert transformers and headrace
+    _serve(connection, lambda files: worker.main(files[0]))
+
+
+def _serve(connection: socket.socket, run: Callable[[Sequence[int]], None]) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no one waits for the children
     while True:
         message, files, _, _ = socket.recv_fds(connection, 16, 16)
@@ -99,8 +126,7 @@ def _serve(connection: socket.socket) -> None:
             connection.close()
             for stream in (1, 2):
                 os.dup2(files[1], stream)
-            signal.signal(signal.SIGUSR1, _break_models)
-            worker.main(files[0], files[2:])
+            run(files)
         for file in files:
             os.close(file)
         connection.send(str(pid).encode())
@@ -119,4 +145,4 @@ def _break_models(*_: Any) -> None:
 
 
 if __name__ == "__main__":
-    _serve(socket.socket(fileno=int(sys.argv[1])))
+    {"engine": _serve_engines, "rank": _serve_ranks}[sys.argv[2]](socket.socket(fileno=int(sys.argv[1])))

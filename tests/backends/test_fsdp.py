@@ -10,20 +10,34 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from fork_server import ForkServer
 from fsdp_cases import TIGHT, Case, difference, local_gradient, losses, new_group, new_learner, steps
 from headrace.algorithms.batching import pack
 from headrace.backends.fsdp.group import LearnerGroup
 from headrace.backends.local.learner import Learner
+from headrace.backends.ranks import pipes
 from headrace.backends.ranks.pipes import PipeRanks
+from headrace.data.episode import Step
 from headrace.errors import BackendError, DataError, DivergedError
 
 CASES = {case.name: case for case in losses()}
 PPO, VALUES = CASES["ppo_clip"], CASES["value head"]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def forked_ranks() -> Iterator[None]:
+    """Ranks by fork: importing what they need takes seconds each time."""
+    server = ForkServer("rank")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipes, "launch_rank", server.launch_rank)
+        yield
+    server.close()
+
+
 @pytest.fixture(scope="module")
-def pair() -> Iterator[LearnerGroup]:
+def pair(forked_ranks: None) -> Iterator[LearnerGroup]:
     """Two ranks with a value head, for all tests: each begins with the weights that it loads."""
     group = new_group(VALUES.config(2))
     yield group
@@ -110,6 +124,34 @@ def test_a_batch_that_diverges_leaves_no_gradient_on_any_rank(pair: LearnerGroup
         odd = replace(samples[0], tokens=("<image>", *samples[0].tokens[1:]))
         pair.forward_backward(pack([odd], VALUES.algorithm, 48), VALUES.algorithm)
     assert pair.restarts == 0
+
+
+def test_reference_and_teacher_score_as_one_learners_do(pair: LearnerGroup, tmp_path: Path) -> None:
+    learner = begin(pair, VALUES, tmp_path)
+    batch = VALUES.batch(seed=3)
+    said = [Step(s.tokens[:3], s.tokens[3:], (-1.0,) * (len(s.tokens) - 3), temperature=0.7) for s in batch.samples]
+    for ours, theirs in zip(learner.logprobs(batch, "reference"), pair.logprobs(batch, "reference"), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-9)
+    for refreshed in (False, True):
+        if refreshed:
+            for each in (learner, pair):
+                each.refresh_teacher()
+        ours, theirs = learner.teacher_logprobs(said), pair.teacher_logprobs(said)
+        assert [len(row) for row in theirs] == [len(step.response_ids) for step in said]
+        for one, other in zip(ours, theirs, strict=True):
+            assert one == pytest.approx(other, rel=1e-9)
+
+
+def test_an_exported_folder_is_an_ordinary_model(pair: LearnerGroup, tmp_path: Path) -> None:
+    begin(pair, VALUES, tmp_path)
+    pair.together("export", tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64)
+    batch = VALUES.batch(count=1)
+    ids = torch.tensor([batch.samples[0].tokens])
+    with torch.no_grad():
+        logits = model(ids).logits[0, :-1] / batch.samples[0].temperature
+    theirs = torch.log_softmax(logits, -1).gather(1, ids[0, 1:, None]).squeeze(1)
+    assert pair.logprobs(batch, "policy")[0] == pytest.approx(theirs.tolist(), rel=1e-9)
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------

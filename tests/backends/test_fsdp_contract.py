@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import pytest
 import torch
 
-from contracts.backend_contract import BackendContract
+from contracts.backend_contract import IMITATE, BackendContract, random_samples
+from fork_server import ForkServer
+from headrace.algorithms.batching import grad_scale, pack
 from headrace.backends.fsdp.backend import FsdpBackend
+from headrace.backends.ranks import pipes
+from headrace.backends.setup import attach_engine, choose
 from headrace.config import RunConfig
+from headrace.config.loading import build_config
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forked_ranks() -> Iterator[None]:
+    """Ranks by fork: importing what they need takes seconds each time."""
+    server = ForkServer("rank")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipes, "launch_rank", server.launch_rank)
+        yield
+    server.close()
 
 
 class FsdpContract(BackendContract):
@@ -45,3 +61,28 @@ class TestTwoRanksInFloat64(FsdpContract):
 class TestTwoRanksWithAdapters(FsdpContract):
     ranks = 2
     settings: ClassVar[dict[str, Any]] = {"model": {"lora": {"rank": 4}}}
+
+
+@pytest.mark.slow
+async def test_the_forward_computes_in_bfloat16_and_what_the_optimizer_updates_is_float32() -> None:
+    settings = {
+        "model": {"dtype": "bfloat16"},
+        "backend": {"name": "fsdp", "ranks": 2},
+        "trainer": {"placement": "separate"},
+    }
+    config = build_config(settings)
+    backend = FsdpBackend(config)
+    policy = attach_engine(config, backend, choose(config))
+    samples = random_samples(8, 90)
+    batch = pack(samples, IMITATE, 512)
+    before = await backend.compute_logprobs(batch)
+    for _ in range(5):
+        await backend.forward_backward(batch, IMITATE)
+        await backend.optim_step(1e-3, grad_scale([batch], IMITATE))
+    after = await backend.compute_logprobs(batch)
+    assert sum(map(sum, after)) > sum(map(sum, before))
+    await policy.sync.sync(1)  # the engine has the same bits, in bfloat16
+    weights = backend.group.together("weights")[0]
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
+    await policy.engine.close()
+    await backend.close()

@@ -152,6 +152,7 @@ RUNS: list[dict[str, Any]] = [
 """Between them, every condition of every setting holds in one and does not in another."""
 
 VALUES: dict[str, Any] = {
+    "backend.ranks": 2,
     "run.name": "other", "judge.routes": {"*": {"name": "exact"}}, "optimizer.betas": [0.8, 0.9],
     "data.columns": {"id": "a"},
     "eval.sets.x.columns": {"id": "a"}, "data.mixture.x.columns": {"id": "a"}, "simulate.grid": {"run.seed": [1]},

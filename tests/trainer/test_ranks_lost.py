@@ -7,17 +7,32 @@ import random
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fork_server import ForkServer
 from headrace import UnifiedTrainer
+from headrace.backends.ranks import pipes
+from headrace.evaluation.evaluate import export_run
 from headrace.ledger import Ledger
 from headrace.trainer.callbacks import Callback
+from headrace.trainer.replay import Replay
 
 STEPS = 4
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forked_ranks() -> Iterator[None]:
+    """Ranks by fork: importing what they need takes seconds each time."""
+    server = ForkServer("rank")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipes, "launch_rank", server.launch_rank)
+        yield
+    server.close()
 
 
 class Kills(Callback):
@@ -42,11 +57,10 @@ class Kills(Callback):
             os.kill(self.killed[-1], signal.SIGKILL)
 
 
-def fit(folder: Path, *callbacks: Callback, **trainer: Any) -> tuple[list[str | None], Any, int]:
-    """Fingerprints of all versions, the account, and how often ranks were started again."""
-    config: dict[str, Any] = {
-        "run": {"dir": str(folder), "name": "run", "deterministic": True},
-        "backend": {"name": "fsdp", "ranks": 2, "threads": 1},
+def run_values(folder: Path, deterministic: bool = True, ranks: int = 2, **trainer: Any) -> dict[str, Any]:
+    return {
+        "run": {"dir": str(folder), "name": "run", "deterministic": deterministic},
+        "backend": {"name": "fsdp", "ranks": ranks, "threads": 1},
         "data": {"tasks": "countdown", "args": {"split": "train", "count": 50}},
         "workflow": {"name": "single_turn", "judger": "countdown"},
         "rollout": {"group_size": 4, "max_tokens": 24},
@@ -54,13 +68,17 @@ def fit(folder: Path, *callbacks: Callback, **trainer: Any) -> tuple[list[str | 
         "trainer": {"steps": STEPS, "batch_size": 4, "placement": "separate", "save_every": 2, **trainer},
         "track": {"trackers": ["jsonl"], "plot": False},
     }
+
+
+def fit(folder: Path, *callbacks: Callback, **trainer: Any) -> tuple[list[str | None], Any, int]:
+    """Fingerprints of all versions, the account, and how often ranks were started again."""
     groups: list[Any] = []
 
     class Looks(Callback):
         def on_train_start(self, trainer: Any) -> None:
             groups.append(trainer._run.backend.group)
 
-    result = UnifiedTrainer(config, callbacks=[Looks(), *callbacks]).fit()
+    result = UnifiedTrainer(run_values(folder, **trainer), callbacks=[Looks(), *callbacks]).fit()
     assert result.steps == STEPS
     ledger = Ledger.read(result.run_dir)
     synced = [ledger.weight_sync(version) for version in range(STEPS + 1)]
@@ -87,3 +105,14 @@ def test_an_asynchronous_run_survives_the_loss_of_a_rank(tmp_path: Path) -> None
         _, account, _ = fit(tmp_path / str(seed), kills, max_staleness=2)
         trained = account.trained + account.filtered + account.failed + account.stale + account.pending
         assert kills.killed and account.dispatched == trained
+
+
+@pytest.mark.slow
+def test_a_run_is_resumed_with_another_number_of_ranks_evaluated_and_exported(tmp_path: Path) -> None:
+    assert UnifiedTrainer(run_values(tmp_path, deterministic=False, steps=2)).fit().steps == 2
+    resumed = UnifiedTrainer(run_values(tmp_path, deterministic=False, ranks=1, steps=4)).fit()
+    assert resumed.steps == 4
+    folder = export_run(resumed.run_dir, tmp_path / "model")  # by the local backend
+    assert (folder / "model.safetensors").is_file()
+    replayed = list(Replay(resumed.run_dir, until=1))  # up to rounding
+    assert [step.step for step in replayed] == [1]

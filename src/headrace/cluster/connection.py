@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ import ray
 from headrace.config import ClusterSection
 from headrace.errors import ConfigError
 
+_REACHABLE_S = 10.0
 NAMESPACE = "headrace"
 
 
@@ -27,6 +29,7 @@ def connect(cluster: ClusterSection) -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # actors without GPUs keep the variables as set
     with _signals_as_they_are(), _quiet():
         try:
+            _require_reachable(cluster.address)
             ray.init(
                 address=cluster.address,
                 namespace=NAMESPACE,
@@ -35,11 +38,18 @@ def connect(cluster: ClusterSection) -> None:
                 log_to_driver=False,
                 logging_level=logging.WARNING,
             )
-        except (ConnectionError, RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             raise ConfigError(
                 f'there is no Ray cluster at cluster.address = "{cluster.address}" ({_first_line(error)}); start one '
                 f'with `ray start --head`, or set cluster.address = "local"'
             ) from error
+
+
+def _require_reachable(address: str) -> None:
+    """OSError if nobody listens there: Ray itself would try again for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host:
+        socket.create_connection((host, int(port)), timeout=_REACHABLE_S).close()
 
 
 @contextmanager

@@ -76,7 +76,8 @@ class RayRanks:
 
     def start(self) -> None:
         # threads of their own: one computes, one answers whoever watches
-        kind: Any = ray.remote(concurrency_groups={"watch": 1}, max_restarts=0)(RankActor)
+        remote: Any = ray.remote  # whose types do not know all that it takes
+        kind = remote(concurrency_groups={"watch": 1}, max_restarts=0)(RankActor)
         for given in self._options:
             self._actors.append(kind.options(**given).remote())
         self._nodes = self._get([a.where.options(concurrency_group="watch").remote() for a in self._actors], "start")

@@ -21,7 +21,8 @@ _KEPT_LINES = 400
 Launch = Callable[[Mapping[str, str]], WorkerProcess]
 
 
-def _launch(environment: Mapping[str, str]) -> WorkerProcess:
+def launch_rank(environment: Mapping[str, str]) -> WorkerProcess:
+    """A process of its own."""
     return WorkerProcess("headrace.backends.ranks.worker", (), environment, _KEPT_LINES)
 
 
@@ -30,13 +31,13 @@ class PipeRanks:
 
     def __init__(
         self, program: Program, size: int, timeout_s: float, environments: Sequence[Mapping[str, str]] | None = None,
-        launch: Launch = _launch,
+        launch: Launch | None = None,
     ) -> None:  # fmt: skip
         self.size = size
         self._program = program
         self._timeout_s = timeout_s
         self._environments = environments or [{}] * size
-        self._launch = launch
+        self._launch = launch or launch_rank
         self._workers: list[WorkerProcess] = []
 
     @property
