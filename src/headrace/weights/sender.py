@@ -67,4 +67,5 @@ def server_sender(transport: str, source: ModelWeights) -> ServerSender:
     """The sender of a transport to servers."""
     if transport not in _TRANSFERS:
         raise ConfigError(f'there is no transport "{transport}" to servers; there are {", ".join(_TRANSFERS)}')
-    return ServerSender(load_object(_TRANSFERS[transport])(), source)
+    arguments = (source.adapter_config(),) if transport == "adapter" else ()
+    return ServerSender(load_object(_TRANSFERS[transport])(*arguments), source)
