@@ -33,7 +33,7 @@ def vllm_python() -> str:
 def new_server(folder: Path, log: Path, transport: str = "file", **changes: Any) -> StartedServer:
     """A server that is not started yet."""
     options: dict[str, Any] = {
-        "dtype": "float32", "max_length": None, "max_batch": 64, "prefill_tokens": 2048, "sleeps": True, "threads": 1,
+        "dtype": "float32", "max_length": None, "max_batch": 64, "prefill_tokens": 2048, "sleeps": False, "threads": 1,
         "arguments": ("--enforce-eager",), "variables": CPU,
     }  # fmt: skip
     launch = Launch(vllm_python(), str(folder), transport=transport, **{**options, **changes})

@@ -106,7 +106,7 @@ def new_launch(config: RunConfig, options: VllmOptions) -> Launch:
         max_length=options.max_model_length + 1,  # scoring a row samples one token behind it
         max_batch=section.max_batch,
         prefill_tokens=section.prefill_tokens,
-        sleeps=options.sleeps,
+        sleeps=options.sleeps and not cpu,  # its CPU build refuses the option, and answers the calls
         threads=engine_threads(config) if cpu else section.threads,
         lora_rank=config.model.lora.rank,
         arguments=(*(("--enforce-eager",) if cpu else ()), *section.server_args),
