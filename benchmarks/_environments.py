@@ -50,3 +50,7 @@ def checked(command: list[str], problem: str, remedy: str, **variables: str) -> 
     if done.returncode:
         said = "\n".join(done.stdout.strip().splitlines()[-5:]) or "nothing"
         raise SystemExit(f"{problem}; {remedy}. It ended with {done.returncode} and said:\n{said}")
+
+
+if __name__ == "__main__":
+    print(environment(sys.argv[1], f"--{sys.argv[1]}-python", exact=sys.argv[1] == "vllm"))

@@ -36,6 +36,7 @@ _BUILTIN: dict[str, dict[str, str]] = {
     },
     "engine": {
         "torch": "headrace.engines.builtin:torch_engine",
+        "sglang": "headrace.engines.sglang.factory:sglang_engine",
         "vllm": "headrace.engines.vllm.factory:vllm_engine",
         "tinker": "headrace.backends.tinker.factory:tinker_engine",
     },

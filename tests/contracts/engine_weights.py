@@ -78,6 +78,7 @@ class WeightsContract(EngineHarness):
     # ---- pinned versions ------------------------------------------------------------------------------------------
 
     async def test_pinned_requests_keep_the_weights_they_were_promised(self, start: Start) -> None:
+        self.need_pins()
         engine = start()
         old = await self.asked(engine, 30)
         await self.sync(engine, 3)
@@ -96,6 +97,7 @@ class WeightsContract(EngineHarness):
         self.assert_same(await soon(self.asked(engine, 30, pinned=True)), live)
 
     async def test_weight_syncs_leave_pinned_requests_under_way_alone(self, start: Start) -> None:
+        self.need_pins()
         engine = start(cache_on_publish="recompute")
         alone = await soon(self.asked(engine, self.long))
         await soon(engine.pin())
@@ -111,6 +113,7 @@ class WeightsContract(EngineHarness):
         await soon(engine.unpin())
 
     async def test_unpinning_waits_for_pinned_requests(self, start: Start) -> None:
+        self.need_pins()
         engine = start()
         await soon(engine.pin())
         task = self.asked(engine, self.long, pinned=True)
@@ -129,6 +132,7 @@ class WeightsContract(EngineHarness):
         assert await soon(engine.pin()) == 1
 
     async def test_unpinning_does_not_wait_for_requests_that_were_cancelled(self, start: Start) -> None:
+        self.need_pins()
         engine = start(max_batch=1)
         await soon(engine.pin())
         tasks = [self.asked(engine, self.long, seed, pinned=True) for seed in range(3)]
@@ -155,6 +159,7 @@ class WeightsContract(EngineHarness):
     async def test_pinned_requests_go_before_all_that_wait(self, start: Start, pin: bool) -> None:
         engine = start(max_batch=1)
         if pin:
+            self.need_pins()
             await soon(engine.pin())
         ended: list[str] = []
         first = self.asked(engine, self.long)
@@ -235,6 +240,7 @@ class WeightsContract(EngineHarness):
             assert set(made.versions) == {2}
 
     async def test_a_restart_keeps_what_is_pinned(self, start: Start) -> None:
+        self.need_pins()
         engine = start()
         alone = await soon(self.asked(engine, self.long))
         await soon(engine.pin())

@@ -73,8 +73,8 @@ class ModelOutput(JsonData):
     """What one model call returned.
 
     `logprobs` are under the distribution that was sampled from (temperature, top_p, top_k); `model_logprobs` under
-    the model at temperature 1. `versions` is the policy version that sampled each token. `call` says which of the
-    episode's model calls it was, in the order in which they began.
+    the model at temperature 1, and empty if the engine does not know them. `versions` is the policy version that
+    sampled each token. `call` says which of the episode's model calls it was, in the order in which they began.
     """
 
     text: str
@@ -97,7 +97,7 @@ class ModelOutput(JsonData):
             "completion_ids",
             len(self.completion_ids),
             logprobs=self.logprobs,
-            model_logprobs=self.model_logprobs,
+            model_logprobs=self.model_logprobs or None,
             versions=self.versions,
         )
 

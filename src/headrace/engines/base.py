@@ -47,7 +47,8 @@ DEFAULT_SAMPLING = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, max_token
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What one request produced. `logprobs` are under the sampling distribution, `model_logprobs` at temperature 1."""
+    """What one request produced. `logprobs` are under the sampling distribution, `model_logprobs` at temperature 1; the
+    latter are empty where an engine does not return them (`EngineAbilities.model_logprobs`)."""
 
     prompt_ids: tuple[int, ...]
     completion_ids: tuple[int, ...]
@@ -119,7 +120,7 @@ class EngineAbilities:
     """It must not decode while weights travel."""
     model_logprobs: bool = True
     """It returns log-probabilities at temperature 1 beside those of the sampling distribution. Otherwise a request
-    whose sampling changes the distribution is scored once more."""
+    whose sampling changes the distribution comes without."""
     cache_on_sync: tuple[str, ...] = ("keep", "recompute")
     """What it can do with the cache of sequences in flight when new weights arrive (`engine.cache_on_publish`)."""
     in_flight: bool = True

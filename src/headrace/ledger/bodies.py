@@ -82,6 +82,8 @@ def pack_call(record: CallRecord, base: Base | None) -> bytes:
     value = {"text": output.text, "messages": list(record.messages[messages:])}
     if base:
         value["base"] = [base.number, tokens, messages]
+    if not output.model_logprobs and output.logprobs:
+        value["unscored"] = True
     if output.content != output.text:
         value["content"] = output.content
     if output.reasoning is not None:
@@ -107,7 +109,7 @@ def unpack_call(
         prompt_ids=prompt,
         completion_ids=completion,
         logprobs=logprobs,
-        model_logprobs=model_logprobs if len(model_logprobs) == len(logprobs) else logprobs,
+        model_logprobs=model_logprobs if "unscored" in value or len(model_logprobs) == len(logprobs) else logprobs,
         versions=expand(versions),
         finish_reason=finish_reason,
         temperature=temperature,

@@ -7,13 +7,14 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from headrace.errors import ServerLostError, WeightSyncError
 from headrace.weights.base import Endpoint
 
 _TIMEOUT_S = 600.0
 _SHOWN = 600
+SGLANG_GROUP = "headrace"
 
 
 def call(endpoint: Endpoint, path: str, body: Any = None, timeout_s: float = _TIMEOUT_S) -> Any:
@@ -54,11 +55,49 @@ class VllmControl:
         """Receive what is sent meanwhile, or take what lies ready."""
         call(self._endpoint, "/update_weights", {"update_info": info})
 
+    def reload(self, folder: str) -> None:
+        """Load a folder in Hugging Face format."""
+        arguments = {"weights_path": folder, "is_checkpoint_format": True}
+        call(self._endpoint, "/collective_rpc", {"method": "reload_weights", "kwargs": arguments})
 
-CONTROLS: dict[str, Callable[[Endpoint], VllmControl]] = {"vllm": VllmControl}
+
+class SglangControl:
+    """SGLang's routes for weight updates. The cache is flushed by the engine, once all weights are there."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+
+    def join(self, info: dict[str, Any]) -> None:
+        """Join a group of torch.distributed."""
+        self._call("/init_weights_update_group", info)
+
+    def receive(self, info: dict[str, Any]) -> None:
+        """Receive what is broadcast meanwhile."""
+        named = {"names": info["names"], "dtypes": info["dtype_names"], "shapes": info["shapes"]}
+        self._call("/update_weights_from_distributed", {**named, "group_name": SGLANG_GROUP, "flush_cache": False})
+
+    def reload(self, folder: str) -> None:
+        """Load a folder in Hugging Face format."""
+        self._call("/update_weights_from_disk", {"model_path": folder, "flush_cache": False})
+
+    def _call(self, path: str, body: dict[str, Any]) -> None:
+        answer = call(self._endpoint, path, body)
+        if not (isinstance(answer, dict) and answer.get("success")):
+            raise WeightSyncError(f"{self._endpoint.url}{path} failed: {str(answer)[:_SHOWN]}")
+
+
+class Control(Protocol):
+    """What the sending side asks of a server of any kind."""
+
+    def join(self, info: dict[str, Any]) -> None: ...
+    def receive(self, info: dict[str, Any]) -> None: ...
+    def reload(self, folder: str) -> None: ...
+
+
+CONTROLS: dict[str, Callable[[Endpoint], Control]] = {"vllm": VllmControl, "sglang": SglangControl}
 """By `Endpoint.protocol`."""
 
 
-def control(endpoint: Endpoint) -> VllmControl:
+def control(endpoint: Endpoint) -> Control:
     """What talks to this endpoint."""
     return CONTROLS[endpoint.protocol](endpoint)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from headrace.errors import ConfigError, EngineError
 from headrace.registry import load_object
@@ -65,11 +65,12 @@ class ServerSender:
 
 def server_sender(transport: str, source: ModelWeights) -> ServerSender:
     """The sender of a transport to servers."""
-    return ServerSender(new_transfer(transport), source)
+    arguments = (source.adapter_config(),) if transport == "adapter" else ()
+    return ServerSender(new_transfer(transport, *arguments), source)
 
 
-def new_transfer(transport: str) -> Transfer:
-    """How a transport to servers travels."""
+def new_transfer(transport: str, *arguments: Any) -> Transfer:
+    """How a transport to servers travels. "adapter" needs the configuration of the adapters."""
     if transport not in _TRANSFERS:
         raise ConfigError(f'there is no transport "{transport}" to servers; there are {", ".join(_TRANSFERS)}')
-    return load_object(_TRANSFERS[transport])()
+    return load_object(_TRANSFERS[transport])(*arguments)

@@ -28,6 +28,18 @@ class ModelWeights:
     async def fingerprint(self) -> str:
         return await asyncio.to_thread(lambda: fingerprint(self.tensors().values()))
 
+    def adapter_config(self) -> dict[str, Any]:
+        """What PEFT would write beside the adapters, as plain data."""
+        peft = self._hf_model.peft_config["default"].to_dict()
+        names = ("peft_type", "r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "use_dora", "bias")
+        found = {name: peft.get(name) for name in names}
+        return {
+            **found,
+            "peft_type": "LORA",
+            "target_modules": sorted(found["target_modules"]),
+            "task_type": "CAUSAL_LM",
+        }
+
     def stream(self) -> NamedTensors:
         """The same tensors as a stream, for transports to servers; read it on the learner's thread."""
         return NamedTensors(self.tensors())

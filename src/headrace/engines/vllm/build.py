@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -26,23 +26,46 @@ from headrace.utils.child_environment import expanded
 from headrace.weights.sender import ServerSender
 
 
+class LaunchedServer(Protocol):
+    """How a server is started."""
+
+    def command(self, port: int) -> Sequence[str]: ...
+    def environment(self) -> dict[str, str]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ServerKind:
+    """What differs between the servers of one project and of another."""
+
+    name: str
+    shown: str
+    engine: type[VllmEngine]
+    launch: Callable[[RunConfig, VllmOptions], LaunchedServer]
+    transports: Callable[[RunConfig], tuple[str, ...]]
+
+
 def build_engine(config: RunConfig, host: ModelHost) -> RolloutEngine:
     """One engine per server; the sender is bound to where they are."""
+    return build_servers(config, host, ServerKind("vllm", "vLLM", VllmEngine, new_launch, transports))
+
+
+def build_servers(config: RunConfig, host: ModelHost, kind: ServerKind) -> RolloutEngine:
+    """Engines of servers of one kind, alone or in a pool."""
     if not isinstance(host.sender, ServerSender) or host.vocabulary is None:
         raise ConfigError(
-            f'engine "vllm" needs a backend that sends to servers, got {type(host.sender).__name__}; return a '
+            f'engine "{kind.name}" needs a backend that sends to servers, got {type(host.sender).__name__}; return a '
             f"ServerSender from the backend's host(), or set engine.name to another engine"
         )
     count = servers(config)
-    options = replace(_options(config, host), waits=count == 1)
-    engines = [_engine(config, options, host, number) for number in range(count)]
+    options = _options(config, host, kind.transports(config)[0], waits=count == 1)
+    engines = [_engine(config, options, kind, number) for number in range(count)]
     # with adapters, servers have several versions side by side, and all of them pin
     engine = engines[0] if count == 1 else EnginePool(engines, pins_one=not config.model.lora.rank)
     host.sender.bind(engine.endpoints)
     return engine
 
 
-def _engine(config: RunConfig, options: VllmOptions, host: ModelHost, number: int) -> VllmEngine:
+def _engine(config: RunConfig, options: VllmOptions, kind: ServerKind, number: int) -> VllmEngine:
     section = config.engine
     made: list[Server] = []
 
@@ -57,17 +80,17 @@ def _engine(config: RunConfig, options: VllmOptions, host: ModelHost, number: in
         finally:
             await one.close()
 
-    made.append(_server(config, options, number, ask))
-    return VllmEngine(made[0], client, options)
+    made.append(_server(config, options, kind, number, ask))
+    return kind.engine(made[0], client, options)
 
 
-def _server(config: RunConfig, options: VllmOptions, number: int, ask: Callable[[], Any]) -> Server:
+def _server(config: RunConfig, options: VllmOptions, kind: ServerKind, number: int, ask: Callable[[], Any]) -> Server:
     section = config.engine
     if section.urls:
         return GivenServer(section.urls[number], ask, section.start_timeout_s)
-    launch = new_launch(config, options)
-    log = config.run.dir / config.run.name / "engines" / f"vllm_{number}.log"
-    name = f"vLLM server {number}"
+    launch = kind.launch(config, options)
+    log = config.run.dir / config.run.name / "engines" / f"{kind.name}_{number}.log"
+    name = f"{kind.shown} server {number}"
     return StartedServer(name, launch.command, launch.environment(), log, ask, section.start_timeout_s)
 
 
@@ -83,7 +106,7 @@ def new_launch(config: RunConfig, options: VllmOptions) -> Launch:
         max_length=options.max_model_length + 1,  # scoring a row samples one token behind it
         max_batch=section.max_batch,
         prefill_tokens=section.prefill_tokens,
-        sleeps=options.sleeps,
+        sleeps=options.sleeps and not cpu,  # its CPU build refuses the option, and answers the calls
         threads=engine_threads(config) if cpu else section.threads,
         lora_rank=config.model.lora.rank,
         arguments=(*(("--enforce-eager",) if cpu else ()), *section.server_args),
@@ -103,7 +126,7 @@ def _python(given: str | None) -> str | None:
     return str(path)
 
 
-def _options(config: RunConfig, host: ModelHost) -> VllmOptions:
+def _options(config: RunConfig, host: ModelHost, transport: str, waits: bool) -> VllmOptions:
     section, tokenizer = config.engine, host.tokenizer
     return VllmOptions(
         vocabulary=host.vocabulary or len(tokenizer),
@@ -114,8 +137,9 @@ def _options(config: RunConfig, host: ModelHost) -> VllmOptions:
         max_batch=section.max_batch,
         recompute=section.cache_on_publish == "recompute",
         sleeps=config.trainer.placement == "colocate",
-        transport=transports(config)[0],
+        transport=transport,
         health_every_s=section.health_every_s,
+        waits=waits,
     )
 
 

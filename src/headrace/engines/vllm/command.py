@@ -46,6 +46,7 @@ class Launch:
             "max-num-seqs": self.max_batch,
             "logprobs-mode": "processed_logprobs",  # under the distribution that was sampled from
             "enable-scale-out": True,  # tokens in, tokens out
+            "scheduling-policy": "priority",  # pinned requests go first
             "max-model-len": self.max_length,
             "max-num-batched-tokens": max(self.prefill_tokens, self.max_length or 0, self.max_batch),
             "enable-sleep-mode": self.sleeps,

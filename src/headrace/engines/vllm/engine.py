@@ -24,6 +24,7 @@ from headrace.engines.vllm.checks import ServerFacts, inspect_server
 from headrace.engines.vllm.messages import AbortedError, generate_body, row_logprobs, score_body, take_answer
 from headrace.errors import DataError, EngineError, ServerLostError
 from headrace.weights.base import Endpoint
+from headrace.weights.names import adapter_name
 
 _TOKENS = re.compile(r"^vllm:generation_tokens_total(?:\{[^}]*\})? ([0-9.e+]+)", re.MULTILINE)
 _POLL_LIMIT_S = 30.0
@@ -65,6 +66,8 @@ class VllmEngine:
         self._facts: ServerFacts | None = None
         self._version = 0
         self._synced = False  # whether weights were ever sent
+        self._adapters = options.transport == "adapter"
+        self._loaded: set[int] = set()  # versions whose adapters the server has
         self._restore: Restore | None = None
         self._opening: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -74,7 +77,8 @@ class VllmEngine:
         self._updating = False
         self._asleep = False
         self._pinned: int | None = None
-        self._in_flight: dict[Request, int] = {}
+        self._in_flight: dict[Request, int] = {}  # and the version that each was asked of
+        self._unloading: set[asyncio.Task[None]] = set()
         self._scoring = asyncio.Lock()
         self._epoch = 0
         self._restarts = 0
@@ -107,10 +111,11 @@ class VllmEngine:
         while True:
             await self._opened()
             await self._up.wait()
-            life = self._life()
+            life, version = self._life(), self._version_for(pinned)
+            self._in_flight[request] = version
             try:
-                answer = await self._client.post("/inference/v1/generate", self._body(request, pinned))
-                reason = take_answer(request, answer, None, self.server.url)
+                answer = await self._client.post("/inference/v1/generate", self._body(request, version, pinned))
+                reason = take_answer(request, answer, version if self._adapters else None, self.server.url)
             except (ServerLostError, AbortedError) as error:
                 await self._lost(life, error)
                 request.start_over()
@@ -131,11 +136,18 @@ class VllmEngine:
                 continue
             return request.generation(reason)
 
-    def _body(self, request: Request, pinned: bool) -> dict[str, Any]:
-        facts = self._facts
-        assert facts is not None
-        priority = -1 if pinned and facts.priorities else 0
-        return generate_body(request, facts.model, f"v{self._version}", self._options.server_stops, priority)
+    def _body(self, request: Request, version: int, pinned: bool) -> dict[str, Any]:
+        assert self._facts is not None
+        priority = -1 if pinned and self._facts.priorities else 0
+        return generate_body(request, self._model(version), f"v{version}", self._options.server_stops, priority)
+
+    def _version_for(self, pinned: bool) -> int:
+        return self._pinned if pinned and self._adapters and self._pinned is not None else self._version
+
+    def _model(self, version: int) -> str:
+        """What the server calls the weights of a version."""
+        assert self._facts is not None
+        return adapter_name(version) if self._adapters and version in self._loaded else self._facts.model
 
     async def compute_logprobs(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
         checked = [checked_ids(row, self._options.vocabulary) for row in rows]
@@ -151,19 +163,29 @@ class VllmEngine:
             await self._until_closed(self._alive.wait())
             paused = not self._going.is_set()
             if paused:
-                await self._post("/resume")
+                await self._let_go()
             try:
                 return await self._until_closed(asyncio.gather(*map(self._score, checked)))
             finally:
                 if paused:
-                    await self._post("/pause?mode=keep&clear_cache=false")
+                    await self._hold()
 
     async def _score(self, row: Sequence[int]) -> list[float]:
         if len(row) < 2:
             return []
-        assert self._facts is not None
-        answer = await self._post("/inference/v1/generate", score_body(row, self._facts.model))
+        answer = await self._post("/inference/v1/generate", score_body(row, self._model(self._version)))
         return row_logprobs(row, answer, self.server.url)
+
+    async def _hold(self) -> None:
+        """Have the server stop between two tokens, with all it has."""
+        await self._post("/pause?mode=keep&clear_cache=false")
+
+    async def _let_go(self) -> None:
+        await self._post("/resume")
+
+    async def _count_tokens(self) -> int:
+        """Tokens that this life of the server has sampled."""
+        return int(sum(map(float, _TOKENS.findall(await self._client.get("/metrics", _POLL_LIMIT_S)))))
 
     # ---- weights --------------------------------------------------------------------------------------------------
 
@@ -181,14 +203,14 @@ class VllmEngine:
         await self._opened()
         self._going.clear()
         await self._alive.wait()
-        await self._post("/pause?mode=keep&clear_cache=false")
+        await self._hold()
 
     async def resume(self) -> None:
         self._check_usable()
         await self._opened()
         await self._alive.wait()
         await self._wake()
-        await self._post("/resume")
+        await self._let_go()
         self._going.set()
 
     async def begin_update(self, version: int) -> None:
@@ -204,7 +226,7 @@ class VllmEngine:
         await self._wake()
         if self._options.recompute:
             await self._post("/pause?mode=keep&clear_cache=true")
-        if self._options.transport == "disk":
+        if not self._transfers:
             return
         if self._updating:  # of an attempt that was given up
             with suppress(ServerRefusedError):
@@ -214,14 +236,35 @@ class VllmEngine:
 
     async def end_update(self, version: int) -> None:
         self._check_usable()
-        if self._options.transport != "disk":
+        if self._transfers:
             await self._post("/finish_weight_update")
         self._updating = False
+        if self._adapters:
+            self._loaded.add(version)
         await self._post("/update_weight_version", {"new_version": str(version)})
         said = (await self._client.get("/weight_info"))["weight_version"]
         self._version = int(said)
         self._synced = True
         self._up.set()
+        self._unload_unused()
+
+    @property
+    def _transfers(self) -> bool:
+        """Whether weights come through vLLM's interface for weight transfer."""
+        return self._options.transport not in ("disk", "adapter")
+
+    def _unload_unused(self) -> None:
+        """Adapters that no request uses any more make room."""
+        unused = self._loaded - {self._version, self._pinned, *self._in_flight.values()}
+        self._loaded -= unused
+        for version in unused:
+            task = asyncio.create_task(self._unload(version))
+            self._unloading.add(task)
+            task.add_done_callback(self._unloading.discard)
+
+    async def _unload(self, version: int) -> None:
+        with suppress(ServerLostError, ServerRefusedError):  # a server that was started again does not have it
+            await self._client.post("/v1/unload_lora_adapter", {"lora_name": adapter_name(version)})
 
     async def pin(self) -> int:
         self._check_usable()
@@ -233,7 +276,10 @@ class VllmEngine:
     async def unpin(self) -> None:
         if self._pinned is None:
             raise EngineError("nothing is pinned; call pin before unpin")
+        while self._adapters and self._pinned in self._in_flight.values():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
         self._pinned = None
+        self._unload_unused()
 
     async def release_cache(self) -> None:
         """Memory goes back while the learner works: weights to the host, the cache nowhere."""
@@ -257,7 +303,7 @@ class VllmEngine:
         await self._post("/wake_up")
         self._asleep = False
         # waking up resumes, and the caller has not
-        await self._post("/pause?mode=keep&clear_cache=false")
+        await self._hold()
 
     # ---- one life after the other ---------------------------------------------------------------------------------
 
@@ -281,6 +327,7 @@ class VllmEngine:
 
     async def _open(self) -> None:
         await self.server.start()
+        self._client = self._new_client()  # a server may know its address only now
         await self._greet()
         self._alive.set()
         self._up.set()
@@ -301,8 +348,7 @@ class VllmEngine:
                 await self._lost(life, EngineError("the process ended"))
                 continue
             try:
-                found = _TOKENS.findall(await self._client.get("/metrics", _POLL_LIMIT_S))
-                self._tokens = int(sum(map(float, found)))
+                self._tokens = await self._count_tokens()
             except (ServerLostError, ServerRefusedError) as error:
                 await self._lost(life, error)
 
@@ -313,12 +359,20 @@ class VllmEngine:
             await asyncio.sleep(0.01)
             return
         if self._recovering is None:
-            self._alive.clear()
-            self._up.clear()
-            self._recovering = asyncio.create_task(self._recover(), name="headrace-vllm-recover")
+            self._begin_recovery()
         if not self._options.waits:
             raise ServerLostError(f"{self.server.url} is lost: {why}", self.server.url) from why
         await self.recovered()
+
+    def replace_server(self) -> None:
+        """Start the server again, whatever it says of itself: it does not decode with what was sent."""
+        if self._recovering is None:
+            self._begin_recovery()
+
+    def _begin_recovery(self) -> None:
+        self._alive.clear()
+        self._up.clear()
+        self._recovering = asyncio.create_task(self._recover(), name="headrace-vllm-recover")
 
     async def _healthy(self) -> bool:
         try:
@@ -331,23 +385,17 @@ class VllmEngine:
         """Return when the server can be talked to again."""
         await self._until_closed(self._alive.wait())
 
-    def replace_server(self) -> None:
-        """Start the server again: what it decodes with is not to be trusted."""
-        self._alive.clear()
-        self._up.clear()
-        if self._recovering is None:
-            self._recovering = asyncio.create_task(self._recover(), name="headrace-vllm-recover")
-
     async def _recover(self) -> None:
         try:
             self._tokens_before += self._tokens
             self._tokens, self._restarts, self._updating, self._asleep = 0, self._restarts + 1, False, False
+            self._loaded.clear()
             await self._client.close()
             await self.server.replace()
             self._client = self._new_client()
             await self._greet()
             if not self._going.is_set():
-                await self._client.post("/pause?mode=keep&clear_cache=false")
+                await self._hold()
             self._recovering = None
             self._alive.set()
             if not self._synced or (self._restore is not None and await self._restore(self)):
@@ -363,9 +411,7 @@ class VllmEngine:
             return await self._client.post(path, body)
         except ServerLostError as error:
             if life == self._life() and self._recovering is None:
-                self._alive.clear()
-                self._up.clear()
-                self._recovering = asyncio.create_task(self._recover(), name="headrace-vllm-recover")
+                self._begin_recovery()
             raise ServerLostError(str(error), self.server.url) from None
 
     # ---- bookkeeping ----------------------------------------------------------------------------------------------
@@ -407,10 +453,12 @@ class VllmEngine:
     def _enter(self, request: Request) -> None:
         if not self._in_flight:
             self._busy_since = time.perf_counter()
-        self._in_flight[request] = len(self._in_flight)
+        self._in_flight[request] = self._version
 
     def _leave(self, request: Request) -> None:
         self._in_flight.pop(request, None)
+        if len(self._loaded) > 1 and not self._closed.is_set():
+            self._unload_unused()
         if not self._in_flight:
             self._busy_s += time.perf_counter() - self._busy_since
 

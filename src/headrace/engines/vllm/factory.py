@@ -22,7 +22,7 @@ class VllmEngines:
             exact_seeds=False,  # tokens near a tie depend on what else is in the batch
             pins=lora or servers(config) > 1,  # adapters are served side by side; of several servers, one is kept back
             digests=False,
-            pauses_to_sync=not lora,
+            pauses_to_sync=True,
             model_logprobs=False,
             cache_on_sync=("keep",) if lora else ("keep", "recompute"),
             in_flight=not lora,

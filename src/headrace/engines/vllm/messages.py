@@ -65,7 +65,7 @@ def take_answer(request: Request, answer: Any, version: int | None, url: str) ->
         raise AbortedError(ended)
     if not ids or len(ids) != len(logprobs):
         raise EngineError(f"{url} answered with {len(ids)} tokens and {len(logprobs)} log-probabilities")
-    _require_finite(logprobs, url)
+    require_finite(logprobs, url)
     versions = [version] * len(ids) if version is not None else token_versions(spans, len(ids), url)
     return _take(request, ids, logprobs, versions, ended)
 
@@ -111,11 +111,12 @@ def row_logprobs(row: Sequence[int], answer: Any, url: str) -> list[float]:
         found = [float(entry[str(token)]["logprob"]) for token, entry in zip(row[1:], entries[1:], strict=True)]
     except (KeyError, TypeError, ValueError):
         raise EngineError(f"{url} did not score a row of {len(row)} tokens: {str(answer)[:200]}") from None
-    _require_finite(found, url)
+    require_finite(found, url)
     return found
 
 
-def _require_finite(logprobs: Sequence[float], url: str) -> None:
+def require_finite(logprobs: Sequence[float], url: str) -> None:
+    """Refuse what no loss could be computed with."""
     for logprob in logprobs:
         if logprob is None or not math.isfinite(logprob) or logprob < _FLOOR:
             raise DataError(f"{url} returned the log-probability {logprob}, which cannot be trained on")

@@ -10,7 +10,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 
 from headrace.weights.base import Endpoint, TensorStream
-from headrace.weights.control import call
+from headrace.weights.control import control
 
 _CHUNK = 1 << 31
 _KEPT = 2
@@ -35,8 +35,7 @@ class DiskTransfer:
             tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in chunk}
             save_file(tensors, folder / f"model-{number:05d}.safetensors", {"format": "pt"})
         for endpoint in self._endpoints:
-            arguments = {"weights_path": str(folder), "is_checkpoint_format": True}
-            call(endpoint, "/collective_rpc", {"method": "reload_weights", "kwargs": arguments})
+            control(endpoint).reload(str(folder))
         self._written.append(folder)
         for old in self._written[:-_KEPT]:
             shutil.rmtree(old, ignore_errors=True)

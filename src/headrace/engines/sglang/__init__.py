@@ -1,0 +1,1 @@
+"""SGLang servers behind the engine protocol."""

@@ -1,0 +1,92 @@
+"""A real vLLM server passes the engine contract."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm_servers import LentServer, SharedServers, shared
+
+import tiny
+from contracts.engine_contract import EngineContract
+from headrace.config import ModelSection
+from headrace.engines.base import SamplingParams
+from headrace.engines.servers.client import ServerClient
+from headrace.engines.vllm.engine import VllmEngine, VllmOptions
+from headrace.models.causal import build_causal_model
+from headrace.models.load import load_model
+from headrace.weights.digest import fingerprint
+from headrace.weights.sender import ServerSender
+from headrace.weights.source import ModelWeights
+from headrace.weights.sync import WeightSync
+from headrace.weights.transfers.file import FileTransfer
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServers]:
+    folder = tmp_path_factory.mktemp("model")
+    # heads of 32: vLLM's attention on the CPU knows no smaller ones
+    tiny.saved_model("llama_ungrouped_tied", folder, hidden_size=128)
+    yield from shared(folder, tmp_path_factory.mktemp("logs"))
+
+
+class TestVllmEngine(EngineContract):
+    vocabulary = tiny.VOCABULARY
+    draws = 600
+    crowd_tolerance = 1e-4
+    pins = False
+    model_logprobs = False
+
+    @pytest.fixture(autouse=True)
+    def on_a_saved_model(self, servers: SharedServers) -> None:
+        torch.set_num_threads(1)
+        self.servers = servers
+        self.hf_model = load_model(ModelSection(name=str(servers.folder)))
+        build_causal_model(self.hf_model)
+        self.senders: dict[int, ServerSender] = {}
+
+    def make_engine(self, **options: Any) -> VllmEngine:
+        max_batch = options.get("max_batch", 64)
+        server = LentServer(self.servers, max_batch, self.hf_model)
+        given = VllmOptions(
+            vocabulary=self.vocabulary,
+            max_model_length=options.get("max_model_length", tiny.LENGTH - 1),
+            eos_ids=tuple(options.get("eos_ids", ())),
+            detokenize=tiny.detokenize,
+            defaults=options.get("defaults", SamplingParams()),
+            max_batch=max_batch,
+            recompute=options.get("cache_on_publish") == "recompute",
+            health_every_s=0.004,
+        )
+        return VllmEngine(server, lambda: ServerClient(server.url), given)
+
+    def new_sync(self, engine: VllmEngine) -> WeightSync:
+        source = ModelWeights(self.hf_model)
+        sender = ServerSender(FileTransfer(), source)
+        sender.bind(engine.endpoints)
+        return WeightSync(source, sender, engine, pauses=True)
+
+    @torch.no_grad()
+    def reference_logprobs(self, ids: Sequence[int]) -> np.ndarray:
+        logits = self.hf_model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0]
+        return torch.log_softmax(logits.double(), dim=-1).numpy()
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return tiny.detokenize(ids)
+
+    def change_weights(self) -> None:
+        tiny.randomise(self.hf_model, seed=99)
+
+    def fingerprint(self) -> str:
+        return fingerprint(self.hf_model.parameters())
+
+    def break_model(self) -> str:
+        for server in self.servers._servers.values():
+            if server.child is not None:
+                server.child.kill()
+        return LentServer.SMOKE

@@ -1,0 +1,208 @@
+"""What only a real vLLM server shows: weights after many syncs, kills, planted faults, adapters."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm_servers import new_server
+
+import tiny
+from headrace.backends.local.frozen import score_rows
+from headrace.config import LoraSection, ModelSection
+from headrace.engines.base import Generation, SamplingParams
+from headrace.engines.servers.client import ServerClient
+from headrace.engines.servers.server import StartedServer
+from headrace.engines.vllm.engine import VllmEngine, VllmOptions
+from headrace.errors import WeightSyncError
+from headrace.models.causal import build_causal_model
+from headrace.models.load import load_model
+from headrace.weights.canary import Canary, canary_rows
+from headrace.weights.sender import server_sender
+from headrace.weights.source import ModelWeights
+from headrace.weights.sync import WeightSync
+
+pytestmark = pytest.mark.slow
+PROMPT = [5, 9, 12, 40]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.saved_model("llama_ungrouped_tied", tmp_path_factory.mktemp("model"), hidden_size=128)
+
+
+class Pair:
+    """A learner, a real server, and the sync between them."""
+
+    def __init__(self, folder: Path, log: Path, transport: str, lora: int = 0, **server: Any) -> None:
+        torch.set_num_threads(1)
+        section = ModelSection(name=str(folder), lora=LoraSection(rank=lora, targets=("q_proj", "v_proj")))
+        self.hf_model = load_model(section)
+        self.model = build_causal_model(self.hf_model)
+        self.server: StartedServer = new_server(folder, log, transport, lora_rank=lora, **server)
+        options = VllmOptions(
+            vocabulary=tiny.VOCABULARY, max_model_length=tiny.LENGTH - 1, detokenize=tiny.detokenize,
+            transport=transport, health_every_s=0.02,
+        )  # fmt: skip
+        self.engine = VllmEngine(self.server, lambda: ServerClient(self.server.url), options)
+        source = ModelWeights(self.hf_model)
+        self.sender = server_sender(transport, source)
+        self.sender.bind(self.engine.endpoints)
+        canary = Canary(canary_rows(tiny.VOCABULARY), self.score, 1e-3)
+        self.sync = WeightSync(source, self.sender, self.engine, canary, pauses=True)
+
+    async def score(self, rows: Any) -> list[list[float]]:
+        return score_rows(self.model, rows, [1.0] * len(rows), [range(len(rows))], 256)
+
+    @torch.no_grad()
+    def move(self, seed: int, scale: float = 0.05) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in self.hf_model.parameters():
+            if parameter.requires_grad:
+                parameter += scale * torch.randn(parameter.shape, generator=generator) * (parameter.std() + 0.05)
+
+    async def far_off(self, made: Generation, first: int = 0) -> float:
+        """The largest difference between sampler and learner, from a token on."""
+        (scores,) = await self.score([[*made.prompt_ids, *made.completion_ids]])
+        ours = scores[len(made.prompt_ids) - 1 :]
+        return float(np.abs(np.array(ours) - np.array(made.logprobs))[first:].max())
+
+    def asked(self, tokens: int, seed: int = 1) -> asyncio.Future[Generation]:
+        return asyncio.ensure_future(self.engine.generate(PROMPT, SamplingParams(max_tokens=tokens), seed))
+
+
+@asynccontextmanager
+async def running(pair: Pair) -> AsyncIterator[Pair]:
+    try:
+        yield pair
+    finally:
+        await pair.engine.close()
+        pair.sender.close()
+
+
+async def until_tokens(pair: Pair, more: int) -> None:
+    goal = pair.engine.health().generated_tokens + more
+    while pair.engine.health().generated_tokens < goal:  # noqa: ASYNC110
+        await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("transport", ["file", "gloo"])
+async def test_sampler_and_learner_agree_after_twenty_syncs(folder: Path, tmp_path: Path, transport: str) -> None:
+    async with running(Pair(folder, tmp_path / "log", transport)) as pair:
+        worst = 0.0
+        for version in range(1, 21):
+            pair.move(version)
+            await pair.sync.sync(version)
+            made = await pair.asked(20, seed=version)
+            assert set(made.versions) == {version}
+            worst = max(worst, await pair.far_off(made))
+        print(f"largest difference over 20 syncs by {transport}: {worst:.1e}")
+        assert worst <= 1e-4
+
+
+async def test_spans_of_versions_are_exact_with_requests_in_flight(folder: Path, tmp_path: Path) -> None:
+    async with running(Pair(folder, tmp_path / "log", "file")) as pair:
+        await pair.sync.sync(1)
+        tasks = [pair.asked(200, seed) for seed in range(8)]
+        await until_tokens(pair, 160)
+        old = [p.detach().clone() for p in pair.hf_model.parameters()]
+        pair.move(7)
+        await pair.sync.sync(2)
+        made = await asyncio.gather(*tasks)
+        for one in made:
+            before = one.versions.count(1)
+            assert one.versions == (1,) * before + (2,) * (200 - before) and 0 < before < 200
+        with torch.no_grad():
+            for parameter, value in zip(pair.hf_model.parameters(), old, strict=True):
+                parameter.copy_(value)
+        for one in made:  # under the old weights the first part is exact, and the token after it is not
+            before = one.versions.count(1)
+            (scores,) = await pair.score([[*one.prompt_ids, *one.completion_ids]])
+            apart = np.abs(np.array(scores[len(PROMPT) - 1 :]) - np.array(one.logprobs))
+            assert apart[:before].max() < 1e-4 < apart[before : before + 5].max()
+
+
+@pytest.mark.parametrize("victim", ["the server", "the engine core"])
+async def test_a_killed_server_comes_back_with_the_current_weights(folder: Path, tmp_path: Path, victim: str) -> None:
+    async with running(Pair(folder, tmp_path / "log", "file")) as pair:
+        pair.move(3)
+        await pair.sync.sync(4)
+        alone = [await pair.asked(120, seed) for seed in range(4)]
+        tasks = [pair.asked(120, seed) for seed in range(4)]
+        await until_tokens(pair, 60)
+        assert pair.server.child is not None
+        first, *others = pair.server.child.descendants()
+        os.kill(first if victim == "the server" else others[-1], signal.SIGKILL)
+        for made, expected in zip(await asyncio.wait_for(asyncio.gather(*tasks), 120), alone, strict=True):
+            assert made.completion_ids == expected.completion_ids and set(made.versions) == {4}
+            assert await pair.far_off(made) <= 1e-4
+        assert pair.engine.health().restarts == 1
+
+
+async def test_a_server_killed_during_a_sync_gets_the_weights_afterwards(folder: Path, tmp_path: Path) -> None:
+    async with running(Pair(folder, tmp_path / "log", "file")) as pair:
+        await pair.sync.sync(1)
+        real: Callable[..., Any] = pair.sender.transfer.send
+        killed: list[int] = []
+
+        def kill_first(*given: Any) -> Any:
+            if not killed:
+                assert pair.server.child is not None
+                killed.append(pair.server.child.descendants()[0])
+                os.kill(killed[0], signal.SIGKILL)
+            return real(*given)
+
+        pair.sender.transfer.send = kill_first  # type: ignore[method-assign]
+        pair.move(5)
+        await asyncio.wait_for(pair.sync.sync(2), 120)
+        made = await pair.asked(30)
+        assert killed and set(made.versions) == {2} and await pair.far_off(made) <= 1e-4
+
+
+async def test_a_head_that_was_not_packed_again_is_a_sync_error(folder: Path, tmp_path: Path) -> None:
+    from headrace.weights.vllm_plugin import FOLDER
+
+    plugin = tmp_path / "plugin"
+    (plugin / "forgetful-1.dist-info").mkdir(parents=True)
+    (plugin / "forgetful-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: forgetful\nVersion: 1\n")
+    (plugin / "forgetful-1.dist-info" / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\nforgetful = forgetful:register\n"
+    )
+    (plugin / "forgetful.py").write_text(
+        "def register():\n"
+        "    from headrace_vllm.receivers import Receiver\n"
+        "    Receiver._repack_heads = lambda self: None\n"
+    )
+    path = os.pathsep.join((str(plugin), str(FOLDER)))
+    from vllm_servers import CPU
+
+    pair = Pair(folder, tmp_path / "log", "file", variables={**CPU, "PYTHONPATH": path})
+    async with running(pair):
+        await pair.sync.sync(1)
+        pair.move(3, scale=0.5)
+        with pytest.raises(WeightSyncError, match="all tensors arrived, so it decodes with a stale copy"):
+            await pair.sync.sync(2)
+
+
+async def test_only_adapters_travel_and_old_ones_are_unloaded(folder: Path, tmp_path: Path) -> None:
+    async with running(Pair(folder, tmp_path / "log", "adapter", lora=4)) as pair:
+        pair.move(1)
+        await pair.sync.sync(1)
+        long = pair.asked(200)
+        await until_tokens(pair, 20)
+        pair.move(2)
+        await pair.sync.sync(2)
+        made = await pair.asked(20)
+        assert set(made.versions) == {2} and await pair.far_off(made) <= 1e-3
+        assert set((await long).versions) == {1}  # it ends with the adapter it began with
+        await asyncio.sleep(0.5)
+        names = [one["id"] for one in (await ServerClient(pair.server.url).get("/v1/models"))["data"]]
+        assert names == ["policy", "policy-v2"]
