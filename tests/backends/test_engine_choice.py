@@ -121,7 +121,7 @@ def test_an_engine_need_not_be_able_to_do_what_the_run_does_not_ask_for(engine: 
 def test_the_torch_engine_says_which_sender_it_needs() -> None:
     from headrace.engines.builtin import torch_engine
 
-    for placement, kind in (("colocate", "InPlace"), ("separate", "SharedWeights")):
+    for placement, kind in (("colocate", "InPlace"), ("separate", "SharedBuffers")):
         config = build_config({"trainer": {"placement": placement}})
         host = AnyBackend(config).host("in_place")
         with pytest.raises(ConfigError, match=rf'engine "torch" needs a backend whose sender is .*:{kind}'):

@@ -1,6 +1,6 @@
 """VllmEngine: one vLLM server behind the engine protocol.
 
-Requests go to the server as they come; it batches them. A weight sync pauses it between two tokens, so sequences in
+Each request goes to the server at once; it batches them. A weight sync pauses it between two tokens, so sequences in
 flight continue with the new weights, and every token's version comes back with it. While the engine is paused, no
 answer is delivered: not before the proof that the weights arrived. If the server is lost it is started again, gets the
 current weights, and what was under way is asked again with the same seeds.

@@ -56,7 +56,7 @@ class GlooTransfer:
             digest = None
             for endpoint, group in self._groups.items():
                 for worker in range(1, endpoint.world_size + 1):
-                    receipt = torch.zeros(len(infos), dtype=torch.int64)
+                    receipt = torch.zeros(len(infos), dtype=torch.int64, device="cpu")
                     _complete(endpoint, broadcast(group.process_group, receipt, worker), asked[endpoint])
                     digest = compare_receipts(update["names"], sums, receipt.tolist(), endpoint.url)
                 asked[endpoint].result()

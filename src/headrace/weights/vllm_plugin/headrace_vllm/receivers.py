@@ -104,7 +104,7 @@ class FileReceiver(Receiver):
         count = len(update_info.names)
         first = update_info.receipts + self.worker * count * 8
         receipt = content[first : first + count * 8].view(torch.int64)
-        receipt.copy_(torch.tensor(self.received[-count:], dtype=torch.int64))
+        receipt.copy_(torch.tensor(self.received[-count:], dtype=torch.int64, device="cpu"))
 
     @staticmethod
     def _tensors(content, update_info: FileUpdate):
@@ -143,13 +143,13 @@ class GlooReceiver(Receiver):
         self.load(self._tensors(update_info))
         count = len(update_info.names)
         for rank in range(1, self._size):
-            receipt = torch.tensor(self.received[-count:], dtype=torch.int64)
+            receipt = torch.tensor(self.received[-count:], dtype=torch.int64, device="cpu")
             broadcast(self._group, receipt, rank).wait()
 
     def _tensors(self, update_info: GlooUpdate):
         described = (update_info.names, update_info.dtype_names, update_info.shapes)
         for name, dtype_name, shape in zip(*described, strict=True):
-            tensor = torch.empty(shape, dtype=getattr(torch, dtype_name))
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype_name), device="cpu")
             broadcast(self._group, tensor, 0).wait()
             yield name, tensor.to(self.device)
 
