@@ -1,7 +1,7 @@
 """Search over all episodes of a run, page by page, each within a time budget.
 
 Filters on columns are SQL over ranges of row ids; what is in bodies (text, advantages) is looked at one episode at a
-time. A page ends when it is full or its time is up; it says how far it got, and the next one goes on from there. So
+time. A page ends when it is full or its time is up; it says how far it got, and the next one continues there. So
 a search through a million episodes needs no index, and no request takes long.
 """
 
@@ -94,7 +94,7 @@ _KINDS: dict[str, Callable[[str], Any]] = {
 
 
 def search_page(view: RunView, filters: Filters, before: int | None, limit: int) -> dict[str, Any]:
-    """Episodes that pass, the newest first. `next` goes on where the page ended; None: everything was looked at."""
+    """Episodes that pass, the newest first. `next` continues where the page ended; None: everything was looked at."""
     limit, until = max(1, min(limit, 200)), time.monotonic() + BUDGET_S
     with view.ledger() as reader:
         key, table = ("episode_id", "episodes") if filters.kind == "train" else ("eval_episode_id", "eval_episodes")
