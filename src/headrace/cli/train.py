@@ -41,7 +41,7 @@ DryRun = Annotated[
 ]
 
 
-View = Annotated[bool, Parameter(negative="", show_default=False, help="Show the run in the browser while it runs.")]
+View = Annotated[bool, Parameter(negative="", show_default=False, help="Show the run in the browser meanwhile.")]
 
 
 _OPTIONS = ("--run-dir", "--resume", "--dry-run", "--trust", "--view")

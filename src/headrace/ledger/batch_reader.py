@@ -139,6 +139,11 @@ class BatchReader:
         row = self._row("SELECT version, fingerprint, step FROM publications WHERE version = ?", (version,))
         return None if row is None else WeightSyncRecord(*row)
 
+    def weight_syncs_between(self, start: float, end: float) -> list[tuple[int, int, float]]:
+        """Version, step and time of the weight syncs within a window of time."""
+        query = "SELECT version, step, published_at FROM publications WHERE published_at BETWEEN ? AND ? LIMIT 2000"
+        return self.rows(query, (start, end))  # type: ignore[return-value]
+
     def last_weight_sync(self) -> WeightSyncRecord | None:
         """The weight sync of the newest version."""
         row = self._row("SELECT version, fingerprint, step FROM publications ORDER BY version DESC LIMIT 1")

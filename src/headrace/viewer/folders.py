@@ -19,7 +19,7 @@ from headrace.tracking.jsonl import FILE_NAME as METRICS
 from headrace.utils.file_lock import holder_of
 
 _DEEPEST = 3  # folders below the one that is shown
-_FRESH_S = 120.0  # of another machine's run only its files show whether it is running
+_FRESH_S = 120.0  # of another machine's run only its files say whether it is running
 FAILED = "the run failed: "
 """How log.txt begins the line about what ended a run."""
 

@@ -29,7 +29,7 @@ class MetricsTable:
         self._place: dict[int, int] = {}
 
     def refresh(self) -> None:
-        """Read what was appended. A file that was rewritten (a run resumed from a checkpoint) is read again."""
+        """Read what was appended. A file that was replaced (by a run that resumed from a checkpoint) is read again."""
         try:
             stat = self._path.stat()
         except OSError:

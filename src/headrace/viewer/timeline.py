@@ -37,12 +37,10 @@ def timeline_page(view: RunView, start: float | None, end: float | None) -> Row:
                 ("step", "version", "started_at", "ended_at"),
                 (end, start),
             ),
-            "syncs": _between(
-                reader,
-                "SELECT version, step, published_at FROM publications WHERE published_at BETWEEN ? AND ? LIMIT 2000",
-                ("version", "step", "at"),
-                (start, end),
-            ),
+            "syncs": [
+                {"version": version, "step": step, "at": at}
+                for version, step, at in reader.weight_syncs_between(start, end)
+            ],
             "evaluations": _between(
                 reader,
                 "SELECT step, name, evaluated_at FROM evaluations WHERE evaluated_at BETWEEN ? AND ? LIMIT 500",
@@ -61,7 +59,6 @@ def _bounds(reader: LedgerReader) -> tuple[float | None, float]:
     queries = (
         "SELECT max(coalesce(ended_at, started_at)) FROM processes",
         "SELECT max(coalesce(committed_at, recorded_at)) FROM batches",
-        "SELECT max(published_at) FROM publications",
         "SELECT max(evaluated_at) FROM evaluations",
     )
     times = [reader.rows(query)[0][0] for query in queries]

@@ -17,10 +17,18 @@ export function takeToken() {
   const found = /^#token=(.*)$/.exec(location.hash);
   if (found) {
     token = decodeURIComponent(found[1]);
-    try { sessionStorage.setItem("headrace-token", token); } catch { /* kept for this page only */ }
+    try {
+      sessionStorage.setItem("headrace-token", token);
+    } catch {
+      /* kept for this page only */
+    }
     history.replaceState(null, "", location.pathname + "#/");
   } else {
-    try { token = sessionStorage.getItem("headrace-token"); } catch { token = null; }
+    try {
+      token = sessionStorage.getItem("headrace-token");
+    } catch {
+      token = null;
+    }
   }
 }
 
@@ -51,7 +59,11 @@ export async function get(path, values, signal) {
   }
   if (!answer.ok) {
     let why = answer.statusText;
-    try { why = (await answer.json()).error ?? why; } catch { /* no JSON */ }
+    try {
+      why = (await answer.json()).error ?? why;
+    } catch {
+      /* no JSON */
+    }
     throw new PageError(answer.status, why);
   }
   return answer.json();

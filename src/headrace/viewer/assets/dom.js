@@ -48,7 +48,10 @@ export function visible(text) {
   return String(text)
     .replace(/[\u0000-\u0008\u000b-\u001f]/g, (one) => String.fromCharCode(0x2400 + one.charCodeAt(0)))
     .replace(/\u007f/g, "␡")
-    .replace(/[\u0080-\u009f\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]/g, (one) => `⟨U+${one.charCodeAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`)
+    .replace(
+      /[\u0080-\u009f\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]/g,
+      (one) => `⟨U+${one.charCodeAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`,
+    )
     .replace(/[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff]/g, "�");
 }
 
@@ -62,8 +65,17 @@ export function longText(text, props) {
     box.textContent = shown;
     return box;
   }
-  const more = h("button", { type: "button", class: "link", onclick: () => { box.textContent = shown; } },
-    `… show all ${shown.length.toLocaleString("en")} characters`);
+  const more = h(
+    "button",
+    {
+      type: "button",
+      class: "link",
+      onclick: () => {
+        box.textContent = shown;
+      },
+    },
+    `… show all ${shown.length.toLocaleString("en")} characters`,
+  );
   append(box, [shown.slice(0, LONG), h("br"), more]);
   return box;
 }
@@ -71,11 +83,31 @@ export function longText(text, props) {
 // A table whose numbers are aligned. columns: {title, key?, cell?, num?, class?, tip?}
 export function table(columns, rows, options) {
   const given = options ?? {};
-  const head = h("tr", null, columns.map((one) => h("th", { scope: "col", class: one.num ? "num" : one.class, title: one.tip }, one.title)));
-  const body = rows.map((row, place) => h("tr", given.row?.(row, place),
-    columns.map((one) => h("td", { class: [one.num ? "num" : "", one.class ?? ""].join(" ").trim() || null }, one.cell ? one.cell(row, place) : row[one.key]))));
-  const made = h("table", { class: given.class }, given.caption && h("caption", { class: "visually-hidden" }, given.caption),
-    h("thead", null, head), h("tbody", null, body));
+  const head = h(
+    "tr",
+    null,
+    columns.map((one) => h("th", { scope: "col", class: one.num ? "num" : one.class, title: one.tip }, one.title)),
+  );
+  const body = rows.map((row, place) =>
+    h(
+      "tr",
+      given.row?.(row, place),
+      columns.map((one) =>
+        h(
+          "td",
+          { class: [one.num ? "num" : "", one.class ?? ""].join(" ").trim() || null },
+          one.cell ? one.cell(row, place) : row[one.key],
+        ),
+      ),
+    ),
+  );
+  const made = h(
+    "table",
+    { class: given.class },
+    given.caption && h("caption", { class: "visually-hidden" }, given.caption),
+    h("thead", null, head),
+    h("tbody", null, body),
+  );
   return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": given.caption ?? "table" }, made);
 }
 

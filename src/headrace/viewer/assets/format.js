@@ -26,7 +26,10 @@ export function bytes(value) {
   if (value === null || value === undefined) return "–";
   const units = ["B", "kB", "MB", "GB", "TB"];
   let place = 0;
-  while (value >= 1000 && place < units.length - 1) { value /= 1000; place += 1; }
+  while (value >= 1000 && place < units.length - 1) {
+    value /= 1000;
+    place += 1;
+  }
   return `${value.toFixed(place && value < 100 ? 1 : 0)} ${units[place]}`;
 }
 
@@ -38,7 +41,9 @@ export function seconds(value) {
   const minutes = Math.floor(value / 60);
   if (minutes < 60) return `${minutes} min ${String(Math.floor(value % 60)).padStart(2, "0")} s`;
   const hours = Math.floor(minutes / 60);
-  return hours < 48 ? `${hours} h ${String(minutes % 60).padStart(2, "0")} min` : `${Math.floor(hours / 24)} d ${hours % 24} h`;
+  return hours < 48
+    ? `${hours} h ${String(minutes % 60).padStart(2, "0")} min`
+    : `${Math.floor(hours / 24)} d ${hours % 24} h`;
 }
 
 export function ago(at, now) {
@@ -60,7 +65,8 @@ export function clock(at) {
 
 export function query(values) {
   const made = new URLSearchParams();
-  for (const [key, value] of Object.entries(values)) if (value !== null && value !== undefined && value !== "") made.set(key, value);
+  for (const [key, value] of Object.entries(values))
+    if (value !== null && value !== undefined && value !== "") made.set(key, value);
   const text = made.toString();
   return text ? `?${text}` : "";
 }
@@ -73,4 +79,5 @@ export function link(...parts) {
 export const runLink = (run, ...parts) => link("run", run, ...parts);
 export const stepLink = (run, step) => runLink(run, "step", step);
 export const groupLink = (run, group) => runLink(run, "group", group);
-export const rolloutLink = (run, group, rollout, attempt) => runLink(run, "group", group, "rollout", rollout) + query({ attempt });
+export const rolloutLink = (run, group, rollout, attempt) =>
+  runLink(run, "group", group, "rollout", rollout) + query({ attempt });

@@ -4,7 +4,8 @@ import { isExport, exportFacts, openExport, takeToken, watch } from "./api.js";
 import { link } from "./format.js";
 import { redrawCharts } from "./charts.js";
 import { overlayPage, runsPage } from "./page_runs.js";
-import { evaluationsPage, runPage, settingsPage, stepsPage } from "./page_run.js";
+import { runPage } from "./page_run.js";
+import { evaluationsPage, settingsPage, stepsPage } from "./page_lists.js";
 import { groupPage, stepPage } from "./page_step.js";
 import { episodePage, evaluatedPage } from "./page_episode.js";
 import { searchPage } from "./page_search.js";
@@ -34,7 +35,8 @@ function parse() {
   const [path, search] = (location.hash.slice(1) || "/").split("?");
   for (const [pattern, page] of ROUTES) {
     const found = pattern.exec(path);
-    if (found) return { page, params: found.slice(1).map(decodeURIComponent), query: new URLSearchParams(search ?? "") };
+    if (found)
+      return { page, params: found.slice(1).map(decodeURIComponent), query: new URLSearchParams(search ?? "") };
   }
   return null;
 }
@@ -43,31 +45,57 @@ function contextOf(route, over) {
   const ends = [];
   over.signal.addEventListener("abort", () => ends.forEach((end) => end()));
   return {
-    params: route.params, query: route.query, signal: over.signal,
-    go(hash) { location.hash = hash; },
+    params: route.params,
+    query: route.query,
+    signal: over.signal,
+    go(hash) {
+      location.hash = hash;
+    },
     note(values) {
       for (const [key, value] of Object.entries(values)) route.query.set(key, value);
       history.replaceState(null, "", `${location.hash.split("?")[0]}?${route.query}`);
     },
     every(ms, work) {
       if (isExport()) return;
-      const timer = setInterval(() => { if (!document.hidden) quietly(work, over); }, ms);
+      const timer = setInterval(() => {
+        if (!document.hidden) quietly(work, over);
+      }, ms);
       ends.push(() => clearInterval(timer));
     },
     live(run, work, wanted) {
       let [busy, again] = [false, false];
       const changed = async () => {
         if (wanted && !wanted()) return;
-        if (busy || document.hidden) { again = true; return; }
+        if (busy || document.hidden) {
+          again = true;
+          return;
+        }
         busy = true;
         const began = performance.now();
         await quietly(work, over);
         // a page that takes long to make is made less often
-        setTimeout(() => { busy = false; if (again) { again = false; changed(); } }, Math.max(LIVE_MS, 5 * (performance.now() - began)));
+        setTimeout(
+          () => {
+            busy = false;
+            if (again) {
+              again = false;
+              changed();
+            }
+          },
+          Math.max(LIVE_MS, 5 * (performance.now() - began)),
+        );
       };
       let first = true;
-      const stop = watch(run, () => { if (first) first = false; else changed(); });
-      const back = () => { if (!document.hidden && again) { again = false; changed(); } };
+      const stop = watch(run, () => {
+        if (first) first = false;
+        else changed();
+      });
+      const back = () => {
+        if (!document.hidden && again) {
+          again = false;
+          changed();
+        }
+      };
       document.addEventListener("visibilitychange", back);
       ends.push(stop, () => document.removeEventListener("visibilitychange", back));
     },
@@ -81,7 +109,8 @@ async function quietly(work, over) {
   } catch (error) {
     if (!over.signal.aborted && error.name !== "AbortError") announce(error.message);
   }
-  if (focused && document.activeElement === document.body) document.querySelector(`main a[href="${CSS.escape(focused)}"]`)?.focus({ preventScroll: true });
+  if (focused && document.activeElement === document.body)
+    document.querySelector(`main a[href="${CSS.escape(focused)}"]`)?.focus({ preventScroll: true });
 }
 
 async function show() {
@@ -127,13 +156,27 @@ function failed(error) {
 
 function crumbs(parts) {
   const box = document.querySelector(".crumbs");
-  const all = parts.map(([text, href], place) => [h("span", { class: "sep", "aria-hidden": "true" }, "/"), href ? h("a", { href }, text.replaceAll?.("~", "/") ?? text) : h("span", { "aria-current": place === parts.length - 1 ? "page" : null }, text.replaceAll?.("~", "/") ?? text)]);
+  const all = parts.map(([text, href], place) => [
+    h("span", { class: "sep", "aria-hidden": "true" }, "/"),
+    href
+      ? h("a", { href }, text.replaceAll?.("~", "/") ?? text)
+      : h("span", { "aria-current": place === parts.length - 1 ? "page" : null }, text.replaceAll?.("~", "/") ?? text),
+  ]);
   replace(box, h("a", { href: link() }, "Runs"), all);
 }
 
 // ---- keys ------------------------------------------------------------------------------------------------------------
 
-const KEYS = [["j / k", "next / previous row"], ["Enter", "open it"], ["[ / ]", "previous / next step, group or rollout"], ["u", "up: to what it belongs to"], ["/", "search"], ["t", "light or dark"], ["arrow keys", "from token to token, once the tokens have the focus"], ["?", "this help"]];
+const KEYS = [
+  ["j / k", "next / previous row"],
+  ["Enter", "open it"],
+  ["[ / ]", "previous / next step, group or rollout"],
+  ["u", "up: to what it belongs to"],
+  ["/", "search"],
+  ["t", "light or dark"],
+  ["arrow keys", "from token to token, once the tokens have the focus"],
+  ["?", "this help"],
+];
 
 function move(by) {
   const items = [...document.querySelectorAll("main [data-item]")].filter((one) => one.offsetParent !== null);
@@ -146,7 +189,11 @@ function move(by) {
 
 function search() {
   const box = document.querySelector("main #search-text");
-  if (box) { box.focus(); box.select(); return; }
+  if (box) {
+    box.focus();
+    box.select();
+    return;
+  }
   const run = /^#\/run\/([^/?]+)/.exec(location.hash);
   if (run) location.hash = `#/run/${run[1]}/search`;
 }
@@ -157,45 +204,108 @@ function up() {
 }
 
 const ACTIONS = {
-  j: () => move(1), k: () => move(-1), "/": search, "?": () => help(), u: up, t: () => toggleTheme(),
-  "[": () => { if (shown?.page?.previous) location.hash = shown.page.previous; }, "]": () => { if (shown?.page?.next) location.hash = shown.page.next; },
+  j: () => move(1),
+  k: () => move(-1),
+  "/": search,
+  "?": () => help(),
+  u: up,
+  t: () => toggleTheme(),
+  "[": () => {
+    if (shown?.page?.previous) location.hash = shown.page.previous;
+  },
+  "]": () => {
+    if (shown?.page?.next) location.hash = shown.page.next;
+  },
 };
 
 function help() {
   const dialog = document.getElementById("help");
-  if (dialog.open) dialog.close(); else dialog.showModal();
+  if (dialog.open) dialog.close();
+  else dialog.showModal();
 }
 
 function toggleTheme() {
   const root = document.documentElement;
   const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
   root.dataset.theme = dark ? "light" : "dark";
-  try { localStorage.setItem("headrace-theme", root.dataset.theme); } catch { /* for this page only */ }
+  try {
+    localStorage.setItem("headrace-theme", root.dataset.theme);
+  } catch {
+    /* for this page only */
+  }
   redrawCharts();
 }
 
 document.addEventListener("keydown", (event) => {
-  if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest?.("input, select, textarea, dialog")) return;
+  if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest?.("input, select, textarea, dialog"))
+    return;
   const action = ACTIONS[event.key];
-  if (action) { event.preventDefault(); action(); }
+  if (action) {
+    event.preventDefault();
+    action();
+  }
 });
 
 // ---- start -----------------------------------------------------------------------------------------------------------
 
 function frame() {
   const mark = h("img", { class: "mark", alt: "", src: document.querySelector("link[rel=icon]")?.href });
-  const tools = h("div", { class: "tools" },
-    h("button", { type: "button", class: "icon wide", title: "Search (/)", "aria-label": "search", onclick: search }, "⌕"),
-    h("button", { type: "button", class: "icon", title: "Light or dark (t)", "aria-label": "light or dark", onclick: toggleTheme }, "◐"),
-    h("button", { type: "button", class: "icon", title: "Keys (?)", "aria-label": "keys", onclick: help }, "?"));
+  const tools = h(
+    "div",
+    { class: "tools" },
+    h(
+      "button",
+      { type: "button", class: "icon wide", title: "Search (/)", "aria-label": "search", onclick: search },
+      "⌕",
+    ),
+    h(
+      "button",
+      {
+        type: "button",
+        class: "icon",
+        title: "Light or dark (t)",
+        "aria-label": "light or dark",
+        onclick: toggleTheme,
+      },
+      "◐",
+    ),
+    h("button", { type: "button", class: "icon", title: "Keys (?)", "aria-label": "keys", onclick: help }, "?"),
+  );
   const about = exportFacts();
-  append(document.getElementById("top"), h("div", { class: "bar" }, h("a", { class: "brand", href: link() }, mark, h("span", { class: "word" }, "Headrace")), h("nav", { class: "crumbs", "aria-label": "where you are" }), about && h("span", { class: "badge quiet", title: about.note }, `exported ${about.at}`), tools));
-  document.body.append(h("dialog", { id: "help", "aria-label": "keys" }, h("h1", null, "Keys"), h("table", null, h("tbody", null, KEYS.map(([key, text]) => h("tr", null, h("td", null, h("kbd", null, key)), h("td", null, text))))), h("button", { type: "button", onclick: help }, "Close")));
+  append(
+    document.getElementById("top"),
+    h(
+      "div",
+      { class: "bar" },
+      h("a", { class: "brand", href: link() }, mark, h("span", { class: "word" }, "Headrace")),
+      h("nav", { class: "crumbs", "aria-label": "where you are" }),
+      about && h("span", { class: "badge quiet", title: about.note }, `exported ${about.at}`),
+      tools,
+    ),
+  );
+  document.body.append(
+    h(
+      "dialog",
+      { id: "help", "aria-label": "keys" },
+      h("h1", null, "Keys"),
+      h(
+        "table",
+        null,
+        h(
+          "tbody",
+          null,
+          KEYS.map(([key, text]) => h("tr", null, h("td", null, h("kbd", null, key)), h("td", null, text))),
+        ),
+      ),
+      h("button", { type: "button", onclick: help }, "Close"),
+    ),
+  );
 }
 
 async function start() {
   const data = document.getElementById("data");
-  if (data) await openExport(data); else takeToken();
+  if (data) await openExport(data);
+  else takeToken();
   frame();
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redrawCharts);
   addEventListener("hashchange", show);

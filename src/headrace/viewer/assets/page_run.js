@@ -1,36 +1,89 @@
 // One run: what it is doing, its curves, where its episodes went.
-import { badge, empty, h, longText, replace, section, table, visible } from "./dom.js";
-import { ago, bytes, clock, count, num, percent, runLink, seconds, stepLink } from "./format.js";
+import { badge, empty, h, replace, section, table, visible } from "./dom.js";
+import { bytes, clock, count, num, percent, runLink, seconds } from "./format.js";
 import { get, isExport, runApi } from "./api.js";
 import { blend, chart, cssColour } from "./charts.js";
-import { flat, interval, stateBadge } from "./page_runs.js";
+import { stateBadge } from "./page_runs.js";
 
 // The curves that say how a run goes; others are behind "all metrics".
 const CURVES = [
-  ["reward/mean", "Reward"], ["eval/*/pass@1", "pass@1"], ["response/length_mean", "Response length (tokens)"], ["policy/entropy", "Entropy (nats)"],
-  ["staleness/mean", "Staleness (versions)"], ["drift/same_version", "Drift, sampler to learner (nats)"], ["tokens/s", "Tokens per second"], ["time/step_s", "Seconds per step"],
-  ["policy/grad_norm", "Gradient norm"], ["policy/clip_fraction", "Clipped tokens (share)"], ["utilisation/engine", "Engine busy (share)"], ["utilisation/learner", "Learner busy (share)"],
+  ["reward/mean", "Reward"],
+  ["eval/*/pass@1", "pass@1"],
+  ["response/length_mean", "Response length (tokens)"],
+  ["policy/entropy", "Entropy (nats)"],
+  ["staleness/mean", "Staleness (versions)"],
+  ["drift/same_version", "Drift, sampler to learner (nats)"],
+  ["tokens/s", "Tokens per second"],
+  ["time/step_s", "Seconds per step"],
+  ["policy/grad_norm", "Gradient norm"],
+  ["policy/clip_fraction", "Clipped tokens (share)"],
+  ["utilisation/engine", "Engine busy (share)"],
+  ["utilisation/learner", "Learner busy (share)"],
 ];
 
 export function tabs(run, current) {
-  const made = [["", "Overview"], ["steps", "Steps"], ["timeline", "Timeline"], ["search", "Search"], ["evaluations", "Evaluations"], ["settings", "Settings"]];
-  return h("nav", { class: "tabs", "aria-label": "pages of the run" }, made.map(([name, title]) =>
-    h("a", { href: name ? runLink(run, name) : runLink(run), "aria-current": name === current ? "page" : null }, title)));
+  const made = [
+    ["", "Overview"],
+    ["steps", "Steps"],
+    ["timeline", "Timeline"],
+    ["search", "Search"],
+    ["evaluations", "Evaluations"],
+    ["settings", "Settings"],
+  ];
+  return h(
+    "nav",
+    { class: "tabs", "aria-label": "pages of the run" },
+    made.map(([name, title]) =>
+      h(
+        "a",
+        { href: name ? runLink(run, name) : runLink(run), "aria-current": name === current ? "page" : null },
+        title,
+      ),
+    ),
+  );
 }
 
 export function runHead(page) {
-  return h("div", { class: "head" }, h("h1", null, page.id.replaceAll("~", "/")), stateBadge(page), page.why && h("span", { class: "sub" }, page.why), h("span", { class: "grow" }), h("span", { class: "sub" }, page.path));
+  return h(
+    "div",
+    { class: "head" },
+    h("h1", null, page.id.replaceAll("~", "/")),
+    stateBadge(page),
+    page.why && h("span", { class: "sub" }, page.why),
+    h("span", { class: "grow" }),
+    h("span", { class: "sub" }, page.path),
+  );
 }
 
 export function stats(entries) {
   const noted = entries.some((one) => one && one[2]);
-  return h("dl", { class: "stats" }, entries.filter(Boolean).map(([name, value, note]) => h("div", { class: "stat" }, h("dt", { title: name }, name), h("dd", { title: typeof value === "string" ? value : null }, value, noted && h("small", null, note ?? "\u00a0")))));
+  return h(
+    "dl",
+    { class: "stats" },
+    entries
+      .filter(Boolean)
+      .map(([name, value, note]) =>
+        h(
+          "div",
+          { class: "stat" },
+          h("dt", { title: name }, name),
+          h(
+            "dd",
+            { title: typeof value === "string" ? value : null },
+            value,
+            noted && h("small", null, note ?? "\u00a0"),
+          ),
+        ),
+      ),
+  );
 }
 
-// When a process ended: of a killed one its last sign; the last one of a running run goes on.
+// When a process ended: of a killed one its last sign; the last one of a running run has no end yet.
 function endOf(page, one, place) {
   if (one.ended_at) return one.ended_at;
-  return page.state === "running" && place === page.starts.length - 1 ? Date.now() / 1000 : one.last_sign_at ?? one.started_at;
+  return page.state === "running" && place === page.starts.length - 1
+    ? Date.now() / 1000
+    : (one.last_sign_at ?? one.started_at);
 }
 
 function facts(page) {
@@ -58,7 +111,8 @@ function curveKeys(page, all) {
   return CURVES.flatMap(([pattern, title]) => {
     if (!pattern.includes("*")) return keys.includes(pattern) ? [[pattern, title, [pattern]]] : [];
     const [start, end] = pattern.split("*");
-    return keys.filter((key) => key.startsWith(start) && key.endsWith(end) && key.split("/").length === 3)
+    return keys
+      .filter((key) => key.startsWith(start) && key.endsWith(end) && key.split("/").length === 3)
       .map((key) => [key, `${title}, ${key.slice(start.length, -end.length)}`, [key, `${key}_low`, `${key}_high`]]);
   });
 }
@@ -68,7 +122,11 @@ function curveLines(series, keys) {
   const values = series[main] ?? [];
   const line = { label: main, values, points: main.startsWith("eval/") };
   if (!low || !series[low]) return [line];
-  return [line, { label: "low", values: series[low], quiet: true, colour: cssColour("--c1") }, { label: "high", values: series[high], quiet: true, colour: cssColour("--c1") }];
+  return [
+    line,
+    { label: "low", values: series[low], quiet: true, colour: cssColour("--c1") },
+    { label: "high", values: series[high], quiet: true, colour: cssColour("--c1") },
+  ];
 }
 
 export async function runPage(context) {
@@ -85,29 +143,82 @@ export async function runPage(context) {
   const drawCurves = () => {
     const wanted = curveKeys(page, all);
     if ([...charts.keys()].join() !== wanted.map(([key]) => key).join()) {
-      charts = new Map(wanted.map(([key, title, keys]) => {
-        const about = page.keys.find((one) => one.key === key);
-        return [key, { keys, made: chart(title, { sync: "run", zero: /share|length|staleness|pass@1/i.test(title), tip: `${key}${about?.meaning ? ": " + about.meaning : ""}` }) }];
-      }));
+      charts = new Map(
+        wanted.map(([key, title, keys]) => {
+          const about = page.keys.find((one) => one.key === key);
+          return [
+            key,
+            {
+              keys,
+              made: chart(title, {
+                sync: "run",
+                zero: /share|length|staleness|pass@1/i.test(title),
+                tip: `${key}${about?.meaning ? ": " + about.meaning : ""}`,
+              }),
+            },
+          ];
+        }),
+      );
       grid.replaceChildren(...[...charts.values()].map((one) => one.made.node));
     }
     for (const { keys, made } of charts.values()) made.update(data.steps, curveLines(data.series, keys));
   };
   const load = async () => {
     const wanted = curveKeys(page, all).flatMap(([, , keys]) => keys);
-    data = await get(runApi(id, "/metrics"), isExport() ? null : { keys: wanted.join(","), points: 600 }, context.signal);
+    data = await get(
+      runApi(id, "/metrics"),
+      isExport() ? null : { keys: wanted.join(","), points: 600 },
+      context.signal,
+    );
   };
   const drawRest = async () => {
-    replace(top, runHead(page), tabs(id, ""), page.problem && h("div", { class: "notice warn" }, page.problem), facts(page), alarms(page));
+    replace(
+      top,
+      runHead(page),
+      tabs(id, ""),
+      page.problem && h("div", { class: "notice warn" }, page.problem),
+      facts(page),
+      alarms(page),
+    );
     replace(below, h("div", { class: "columns even" }, account.node, accountTable(page)), starts(page));
     if (page.account) account.update(await get(runApi(id, "/account"), null, context.signal));
   };
-  const more = h("button", { type: "button", id: "all-metrics", "aria-pressed": String(all), onclick: async () => { all = !all; more.setAttribute("aria-pressed", String(all)); await load(); drawCurves(); } }, "All metrics");
-  const node = h("div", { class: "stack" }, top, h("div", { class: "head" }, h("h2", null, "Curves"), h("span", { class: "grow" }), more), grid, below);
+  const more = h(
+    "button",
+    {
+      type: "button",
+      id: "all-metrics",
+      "aria-pressed": String(all),
+      onclick: async () => {
+        all = !all;
+        more.setAttribute("aria-pressed", String(all));
+        await load();
+        drawCurves();
+      },
+    },
+    "All metrics",
+  );
+  const node = h(
+    "div",
+    { class: "stack" },
+    top,
+    h("div", { class: "head" }, h("h2", null, "Curves"), h("span", { class: "grow" }), more),
+    grid,
+    below,
+  );
   await load();
   const after = async () => {
     await drawRest();
-    if (data.steps.length) drawCurves(); else replace(grid, h("div", { class: "panel" }, empty("No steps yet", "Curves begin with the first step. This page follows the run by itself.")));
+    if (data.steps.length) drawCurves();
+    else
+      replace(
+        grid,
+        h(
+          "div",
+          { class: "panel" },
+          empty("No steps yet", "Curves begin with the first step. This page follows the run by itself."),
+        ),
+      );
   };
   context.live(id, async () => {
     page = await get(runApi(id), null, context.signal);
@@ -119,7 +230,12 @@ export async function runPage(context) {
 
 // ---- where episodes went ---------------------------------------------------------------------------------------------
 
-const ENDINGS = [["trained", "--c1"], ["filtered", "--c5"], ["stale", "--c4"], ["failed", "--c2"]];
+const ENDINGS = [
+  ["trained", "--c1"],
+  ["filtered", "--c5"],
+  ["stale", "--c4"],
+  ["failed", "--c2"],
+];
 
 function accountChart() {
   const made = chart("Episodes by how they ended", { legend: true, zero: true });
@@ -138,20 +254,53 @@ function accountChart() {
 }
 
 function accountTable(page) {
-  if (!page.account) return h("div", { class: "panel" }, empty("No ledger", "This run keeps no record of its episodes (ledger.enabled)."));
+  if (!page.account)
+    return h(
+      "div",
+      { class: "panel" },
+      empty("No ledger", "This run keeps no record of its episodes (ledger.enabled)."),
+    );
   const rows = [["all", page.account], ...(Object.keys(page.accounts).length > 1 ? Object.entries(page.accounts) : [])];
   const names = ["dispatched", "trained", "filtered", "failed", "stale", "pending"];
-  const columns = [{ title: "Source", cell: ([name]) => name }, ...names.map((name) => ({ title: name, num: true, cell: ([, account]) => num(account[name]) }))];
+  const columns = [
+    { title: "Source", cell: ([name]) => name },
+    ...names.map((name) => ({ title: name, num: true, cell: ([, account]) => num(account[name]) })),
+  ];
   const sum = page.account;
-  return h("div", { class: "panel stack" }, h("h2", null, "The account"), table(columns, rows, { caption: "account of episodes" }),
-    h("p", { class: "sub" }, `${num(sum.dispatched)} dispatched = ${num(sum.trained)} trained + ${num(sum.filtered)} filtered + ${num(sum.failed)} failed + ${num(sum.stale)} stale + ${num(sum.pending)} pending.`, page.restarted ? ` ${num(page.restarted)} attempts were restarted.` : ""));
+  return h(
+    "div",
+    { class: "panel stack" },
+    h("h2", null, "The account"),
+    table(columns, rows, { caption: "account of episodes" }),
+    h(
+      "p",
+      { class: "sub" },
+      `${num(sum.dispatched)} dispatched = ${num(sum.trained)} trained + ${num(sum.filtered)} filtered + ${num(sum.failed)} failed + ${num(sum.stale)} stale + ${num(sum.pending)} pending.`,
+      page.restarted ? ` ${num(page.restarted)} attempts were restarted.` : "",
+    ),
+  );
 }
 
 function alarms(page) {
   if (!page.warnings.length) return null;
-  const rows = page.warnings.slice(0, 8).map((one) => h("li", null, h("span", { class: "sub" }, one.at.slice(11, 19), " "), visible(one.text), one.count > 1 && badge(`× ${one.count}`, "quiet")));
+  const rows = page.warnings
+    .slice(0, 8)
+    .map((one) =>
+      h(
+        "li",
+        null,
+        h("span", { class: "sub" }, one.at.slice(11, 19), " "),
+        visible(one.text),
+        one.count > 1 && badge(`× ${one.count}`, "quiet"),
+      ),
+    );
   const kind = page.warnings.some((one) => one.level === "error" || one.level === "critical") ? "bad" : "warn";
-  return h("details", { class: `notice ${kind}`, open: page.warnings.length < 4 }, h("summary", null, `${page.warnings.length} warning${page.warnings.length > 1 ? "s" : ""} in log.txt`), h("ul", null, rows));
+  return h(
+    "details",
+    { class: `notice ${kind}`, open: page.warnings.length < 4 },
+    h("summary", null, `${page.warnings.length} warning${page.warnings.length > 1 ? "s" : ""} in log.txt`),
+    h("ul", null, rows),
+  );
 }
 
 function starts(page) {
@@ -159,67 +308,25 @@ function starts(page) {
   const columns = [
     { title: "Start", num: true, cell: (_, place) => place + 1 },
     { title: "Began", class: "nowrap", cell: (one) => clock(one.started_at) },
-    { title: "Ended", class: "nowrap", cell: (one, place) => one.ended_at ? clock(one.ended_at) : place === page.starts.length - 1 && page.state === "running" ? badge("running", "good live") : badge("killed", "bad", "it ended without writing its end") },
+    {
+      title: "Ended",
+      class: "nowrap",
+      cell: (one, place) =>
+        one.ended_at
+          ? clock(one.ended_at)
+          : place === page.starts.length - 1 && page.state === "running"
+            ? badge("running", "good live")
+            : badge("killed", "bad", "it ended without writing its end"),
+    },
     { title: "For", num: true, cell: (one, place) => seconds(endOf(page, one, place) - one.started_at) },
     { title: "Process", cell: (one) => `${one.pid} on ${one.host}` },
-    { title: "Resumed from", cell: (one) => one.resumed_from === null ? "the beginning" : `step ${one.resumed_from}` },
+    {
+      title: "Resumed from",
+      cell: (one) => (one.resumed_from === null ? "the beginning" : `step ${one.resumed_from}`),
+    },
   ];
-  return section("Starts", h("div", { class: "panel flush" }, table(columns, page.starts, { caption: "processes of the run" })));
-}
-
-// ---- steps, evaluations, settings ------------------------------------------------------------------------------------
-
-export async function stepsPage(context) {
-  const id = context.params[0];
-  const page = await get(runApi(id), null, context.signal);
-  const body = h("tbody");
-  const more = h("button", { type: "button", onclick: () => extend() }, "Older steps");
-  const columns = ["Step", "Version", "Groups", "Again", "Reward", "Length", "Trained at", "Took"];
-  let next = null;
-  const row = (one) => h("tr", null,
-    h("td", { class: "num" }, h("a", { href: stepLink(id, one.step), data: { item: "" } }, one.step)), h("td", { class: "num" }, one.version), h("td", { class: "num" }, one.groups), h("td", { class: "num" }, one.again || "–"),
-    h("td", { class: "num" }, num(one.reward)), h("td", { class: "num" }, num(one.length)), h("td", { class: "nowrap" }, clock(one.recorded_at)),
-    h("td", { class: "num" }, one.committed_at ? seconds(one.committed_at - one.recorded_at) : badge("not committed", "warn")));
-  const extend = async (first) => {
-    const found = await get(runApi(id, "/steps"), first || isExport() ? null : { before: next }, context.signal);
-    if (first) body.replaceChildren();
-    body.append(...found.steps.map(row));
-    next = found.next;
-    more.hidden = next === null;
-  };
-  await extend(true);
-  context.live(id, () => extend(true));
-  const list = body.children.length
-    ? h("div", { class: "panel flush" }, h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "steps" }, h("table", null, h("thead", null, h("tr", null, columns.map((name) => h("th", { scope: "col", class: name === "Trained at" ? null : "num" }, name)))), body)))
-    : h("div", { class: "panel" }, empty("No steps yet", "The first batch is not complete."));
-  return { node: h("div", { class: "stack" }, runHead(page), tabs(id, "steps"), list, more), title: `${id}: steps`, crumbs: [[id, runLink(id)], ["Steps"]] };
-}
-
-export async function evaluationsPage(context) {
-  const id = context.params[0];
-  const page = await get(runApi(id), null, context.signal);
-  const rows = [...page.evaluations].reverse();
-  const columns = [
-    { title: "Step", num: true, cell: (one) => num(one.step) },
-    { title: "Set", cell: (one) => h("a", { href: runLink(id, "evaluation", one.step, one.set), data: { item: "" } }, one.set) },
-    { title: "pass@1", num: true, cell: (one) => percent(one.metrics["pass@1"]) },
-    { title: "95% interval", cell: (one) => interval(one.metrics) },
-    { title: "Reward", num: true, cell: (one) => num(one.metrics.reward) },
-    { title: "Tasks", num: true, cell: (one) => num(one.metrics.tasks) },
-    { title: "Failed", num: true, cell: (one) => num(one.metrics.failed) },
-    { title: "Tokens", num: true, cell: (one) => num(one.metrics.response_tokens) },
-    { title: "Compare", cell: (one) => { const first = page.evaluations.find((other) => other.set === one.set); return first && first.step !== one.step ? h("a", { href: `#/compare?a=${encodeURIComponent(`${id}@${first.step}`)}&b=${encodeURIComponent(`${id}@${one.step}`)}&set=${encodeURIComponent(one.set)}` }, `with step ${first.step}`) : "–"; } },
-  ];
-  const body = rows.length ? h("div", { class: "panel flush" }, table(columns, rows, { caption: "evaluations" })) : h("div", { class: "panel" }, empty("No evaluations", "The run has no [eval.sets], or none was made yet."));
-  return { node: h("div", { class: "stack" }, runHead(page), tabs(id, "evaluations"), body), title: `${id}: evaluations`, crumbs: [[id, runLink(id)], ["Evaluations"]] };
-}
-
-export async function settingsPage(context) {
-  const id = context.params[0];
-  const page = await get(runApi(id), null, context.signal);
-  const rows = Object.entries(flat(page.config));
-  const body = rows.length
-    ? h("div", { class: "panel flush" }, table([{ title: "Setting", cell: ([key]) => h("code", null, visible(key)) }, { title: "Value", cell: ([, value]) => longText(value, { class: "mono" }) }], rows, { caption: "settings" }))
-    : h("div", { class: "panel" }, empty("No config.json", "The folder does not say with which settings the run was started."));
-  return { node: h("div", { class: "stack" }, runHead(page), tabs(id, "settings"), h("p", { class: "sub" }, `Checkpoints after steps ${page.checkpoints.join(", ") || "–"}. Last change ${ago(page.changed_at)}.`), body), title: `${id}: settings`, crumbs: [[id, runLink(id)], ["Settings"]] };
+  return section(
+    "Starts",
+    h("div", { class: "panel flush" }, table(columns, page.starts, { caption: "processes of the run" })),
+  );
 }
