@@ -135,7 +135,7 @@ def simulated(given: Given, engines: int, transport: str) -> dict[str, Any]:
             "rollout": {"group_size": 2, "max_concurrent": 6 * engines},
             "trainer": {"batch_size": min(batch, 65_000), "max_staleness": 1, "placement": "separate"},
             "simulate": {
-                "group_s": group_s, "learn_s": given.step_s * 0.8, "steps": 8, "warmup": 2, "tokens": 2,
+                "group_s": group_s, "learn_s": given.step_s * 0.8, "steps": 5, "warmup": 1, "tokens": 2,
                 "fleet": {**given.fleet(engines, transport).model_dump(), "mtbf_h": 1000.0},
             },
         }

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from headrace.cluster.launch.job import Job, check_job, submit
 from headrace.config.derived import uses_ray
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, install_line
 
 
 def render_ray(job: Job, stamp: str) -> str:
@@ -18,7 +18,7 @@ def render_ray(job: Job, stamp: str) -> str:
 
 def submit_ray(job: Job, stamp: str) -> str:
     """Submit it, and do not wait for its end; what Ray said."""
-    return submit(_words(job, stamp), None, 'install Ray (pip install "headrace[ray]")')
+    return submit(_words(job, stamp), None, f"install Ray ({install_line('ray')})")
 
 
 def _words(job: Job, stamp: str) -> list[str]:
