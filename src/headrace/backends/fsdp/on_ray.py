@@ -48,7 +48,7 @@ class RayLauncher:
             return place("learner", wanted, cluster.learner, cluster)
         connect(cluster)
         group = max(1, self._config.backend.shard)
-        # as many as before, for which it waits; with fewer if they cannot be had
+        # as many as before, for which it waits; with fewer if there is no room
         for count in range(self._size or max(group, self._free() // group * group), 0, -group):
             try:
                 return place("learner", count, cluster.learner, cluster)
