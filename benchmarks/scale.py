@@ -7,8 +7,9 @@ nothing), with and without the ledger, and how fast the ledger's file takes epis
 engine, a network and a learner can do is given (`--tokens-per-s`, `--gbps`, `--step-s` ...): the defaults are round
 numbers for a model of 8 billion parameters in bfloat16 on one GPU per engine, not measurements.
 
-Prints a Markdown table: for each limit, the number of engines at which it is reached, and how many engines would be
-waiting for it at 100, 1,000 and 10,000. Then `headrace simulate` runs the same fleets with losses of nodes.
+Prints a Markdown table: for each limit, the number of engines at which it is reached, and the load at 100, 1,000
+and 10,000. Then `headrace simulate` runs fleets of up to 1,000 engines with losses of
+nodes.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ from null_backend import Null, null_trainer, some_tasks
 
 FLEETS = (8, 32, 100, 316, 1000, 3162, 10_000)
 SHOWN = (100, 1000, 10_000)
+SIMULATED = FLEETS[:5]
+TOGETHER = 6  # episodes that an engine runs at once; here also those of a group
 
 
 @dataclass(frozen=True)
@@ -128,17 +131,18 @@ def reached_at(load: Callable[[int], float]) -> int | None:
 
 def simulated(given: Given, engines: int, transport: str) -> dict[str, Any]:
     """The fleet on the virtual clock: asynchronous, one version ahead; a node is lost every 1,000 hours of its life."""
-    group_s = given.tokens / given.tokens_per_s * 6  # an engine's six episodes share its tokens
-    batch = max(2, round(given.step_s * given.episodes_per_s(engines) / 2))
+    group_s = given.tokens / given.tokens_per_s * TOGETHER  # episodes of an engine share its tokens per second
+    batch = max(2, round(given.step_s * given.episodes_per_s(engines) / TOGETHER))
     config = build_config(
         {
-            "rollout": {"group_size": 2, "max_concurrent": 6 * engines},
-            "trainer": {"batch_size": min(batch, 65_000), "max_staleness": 1, "placement": "separate"},
+            "rollout": {"group_size": TOGETHER, "max_concurrent": TOGETHER * engines},
+            "trainer": {"batch_size": batch, "max_staleness": 1, "placement": "separate"},
             "simulate": {
-                "group_s": group_s, "learn_s": given.step_s * 0.8, "steps": 8, "warmup": 2, "tokens": 2,
+                "group_s": group_s, "learn_s": given.step_s * 0.8, "steps": 4, "warmup": 1, "tokens": 2,
                 "fleet": {**given.fleet(engines, transport).model_dump(), "mtbf_h": 1000.0},
             },
-        }
+        },
+        may_be_idle=True,
     )  # fmt: skip
     found = simulate(config)
     return {"engine busy": found.generation_busy, "sync_s": found.sync_s, "lost nodes": found.lost_nodes}
@@ -191,7 +195,7 @@ def main() -> None:
         at = reached_at(load)
         rows.append([name, f"{at:,}" if at else "above 10,000", *(f"{load(engines):.2g}" for engines in SHOWN)])
     print_table(["limit", "reached at (engines)", *(f"load at {engines:,}" for engines in SHOWN)], rows)
-    fleets = FLEETS[:3] if args.quick else FLEETS
+    fleets = SIMULATED[:3] if args.quick else SIMULATED
     runs = {(engines, way): simulated(given, engines, way) for engines in fleets for way in ("direct", "tree")}
     print()
     print_table(

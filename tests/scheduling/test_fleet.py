@@ -56,7 +56,8 @@ def test_how_long_a_sync_takes(transport: str, engines: int, expected: float) ->
 
 
 def test_a_sync_makes_a_synchronous_step_longer_by_its_seconds() -> None:
-    usual, slow = outcome(), outcome(weights_gb=10, bandwidth_gbps=20, engines=1)
+    synchronous = ("--trainer.max_staleness=0", "--simulate.group_spread=0", "--simulate.slow_share=0")
+    usual, slow = outcome(*synchronous), outcome(*synchronous, weights_gb=10, bandwidth_gbps=20, engines=1)
     assert slow.sync_s == 4.0
     assert 1 / slow.steps_per_s == pytest.approx(1 / usual.steps_per_s + 4.0)
 

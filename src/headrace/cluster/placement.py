@@ -5,6 +5,7 @@ A bundle is what one actor takes (`{"GPU": 1, "CPU": 4}`). Ray reserves all bund
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -69,9 +70,9 @@ def place(what: str, count: int, resources: Mapping[str, float], cluster: Cluste
     """Reserve `count` bundles. ConfigError if no nodes can hold them within `cluster.patience_s`."""
     connect(cluster)
     selectors: Any = [dict(cluster.labels)] * count if cluster.labels else None
-    group = placement_group(
-        [dict(resources)] * count, cluster.strategy, f"{PREFIX}{what}", bundle_label_selector=selectors
-    )
+    # names are unique in a cluster, which may hold several runs
+    name = f"{PREFIX}{what}:{uuid.uuid4().hex[:8]}"
+    group = placement_group([dict(resources)] * count, cluster.strategy, name, bundle_label_selector=selectors)
     if not group.wait(cluster.patience_s):
         remove_placement_group(group)
         raise ConfigError(_no_room(what, count, resources, cluster))

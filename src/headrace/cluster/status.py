@@ -101,7 +101,7 @@ def _available() -> dict[str, dict[str, float]]:
 def _placement(row: dict[str, Any], names: dict[str, str]) -> PlacementStatus:
     nodes = [names.get(row["bundles_to_node_id"].get(index, ""), "") for index in row["bundles"]]
     bundles = [dict(bundle) for bundle in row["bundles"].values()]
-    return PlacementStatus(row["name"].removeprefix(PREFIX), row["state"], bundles, nodes)
+    return PlacementStatus(row["name"].removeprefix(PREFIX).partition(":")[0], row["state"], bundles, nodes)
 
 
 def _table() -> list[dict[str, Any]]:

@@ -65,12 +65,9 @@ class RayJudger(Holder):
         self._placed = place("judger", actors, cluster.judger, cluster)
         each = max(1, -(-concurrency // actors) * 2)  # twice its share, so that others can take over from a lost one
         actor: Any = ray.remote(JudgerActor)
-        recipe_ref = ray.put(sent)
         self._actors = [
             # restarted for ever by Ray, on another node of the group if its own is gone
-            actor.options(**self._placed.options(index), max_restarts=-1, max_concurrency=each).remote(
-                _Unpacked(recipe_ref)
-            )
+            actor.options(**self._placed.options(index), max_restarts=-1, max_concurrency=each).remote(_Unpacked(sent))
             for index in range(actors)
         ]
         self._require_built()
@@ -147,13 +144,14 @@ class RayJudger(Holder):
 
 
 class _Unpacked:
-    """A recipe that is unpacked where it is called: an actor that is restarted gets it again from the object store."""
+    """A recipe that is unpacked where it is called. Its bytes travel with the call: an actor that is restarted after
+    the loss of a node must not look for them there."""
 
-    def __init__(self, reference: Any) -> None:
-        self._reference = reference
+    def __init__(self, recipe: bytes) -> None:
+        self._recipe = recipe
 
     def __call__(self) -> Judger:
-        return pickle.loads(ray.get(self._reference))()
+        return pickle.loads(self._recipe)()
 
 
 async def _settled(reference: Any) -> None:

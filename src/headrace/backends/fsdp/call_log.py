@@ -6,6 +6,7 @@ from __future__ import annotations
 import pickle
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -54,13 +55,10 @@ class CallLog:
         self.checkpoint, self._marked = folder, 0
 
     def __iter__(self) -> Iterator[Logged]:
-        place = 0
-        end = self._file.seek(0, 2)
-        while place < end:
-            self._file.seek(place)
-            logged = pickle.load(self._file)
-            place = self._file.tell()
-            yield logged
+        self._file.seek(0)
+        with suppress(EOFError):
+            while True:
+                yield pickle.load(self._file)
 
     def close(self) -> None:
         """Forget all."""

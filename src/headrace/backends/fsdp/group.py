@@ -1,4 +1,4 @@
-"""LearnerGroup: the ranks as one learner. A batch is spread over them; after the loss of one, all are built anew."""
+"""LearnerGroup: the ranks as one learner. A batch is spread over them; after the loss of one, all are started again."""
 
 from __future__ import annotations
 
@@ -114,15 +114,18 @@ class LearnerGroup:
         return self._same(call.method, *call.arguments)[0]
 
     def _safely(self, function: Callable[[], Any]) -> Any:
-        """If a rank is lost, bring new ones to where the lost ones were, and do it again."""
-        for attempt in range(_MOST_LOSSES):
+        """If a rank is lost, bring new ones to where the lost ones were, and do it again. They may be lost, too."""
+        lost: RanksLostError | None = None
+        for _ in range(_MOST_LOSSES):
             try:
+                if lost is not None:
+                    self._rebuild(lost)
                 return function()
-            except RanksLostError as lost:
-                if attempt + 1 == _MOST_LOSSES:
-                    raise RanksLostError(f"{lost}; it is the {_MOST_LOSSES}rd time in the same call") from lost
-                self._rebuild(lost)
-        raise AssertionError("unreachable")
+            except RanksLostError as error:
+                lost = error
+        raise RanksLostError(
+            f"{lost}; ranks were lost {_MOST_LOSSES} times in the same call, and the run ends"
+        ) from lost
 
     def _rebuild(self, why: object) -> None:
         """From the checkpoint, then by the calls since it. With as many ranks as before, to the bit."""

@@ -36,8 +36,11 @@ class RayLauncher:
         return RayRanks(rank_program(config, threads), options, config.backend.rank_timeout_s, placed.close)
 
     def has_more(self) -> bool:
-        """Whether the cluster has room for more ranks than there are."""
-        return self._config.backend.ranks == "auto" and self._free() >= max(1, self._config.backend.shard)
+        """Whether the cluster has room for more ranks than there are. The next group then has them."""
+        group = max(1, self._config.backend.shard)
+        more = self._free() // group * group if self._config.backend.ranks == "auto" else 0
+        self._size += more
+        return more > 0
 
     def _placed(self) -> Placed:
         cluster, wanted = self._config.cluster, self._config.backend.ranks
@@ -45,8 +48,8 @@ class RayLauncher:
             return place("learner", wanted, cluster.learner, cluster)
         connect(cluster)
         group = max(1, self._config.backend.shard)
-        # as many as before, for which it waits; with fewer if they cannot be had
-        for count in range(max(self._size, self._free() // group * group, group), 0, -group):
+        # as many as before, for which it waits; with fewer if there is no room
+        for count in range(self._size or max(group, self._free() // group * group), 0, -group):
             try:
                 return place("learner", count, cluster.learner, cluster)
             except ConfigError as error:

@@ -62,7 +62,9 @@ def _ray(job: Job) -> Iterator[str]:
     yield 'mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")'
     yield 'head="${nodes[0]}"'
     yield "trap 'ray stop --force > /dev/null 2>&1 || true' EXIT"
-    yield (f'ray start --head --node-ip-address="$head" --port={_RAY_PORT} {resources} --disable-usage-stats')
+    yield (
+        f'ray start --head --node-ip-address="$head" --port={_RAY_PORT} {resources} --disable-usage-stats > /dev/null'
+    )
     if launch.nodes > 1:
         yield (
             f'srun --overlap --exclude="$head" --nodes={launch.nodes - 1} --ntasks={launch.nodes - 1} '
