@@ -34,7 +34,7 @@ class SglangEngine(VllmEngine):
             await self._opened()
             await self._up.wait()
             await self._going.wait()
-            life, version = self._life(), self._version
+            life = self._life()
             if life != first:  # nobody vouches for what an earlier life has sampled
                 first = life
                 request.start_over()
@@ -43,7 +43,7 @@ class SglangEngine(VllmEngine):
                 if life != self._life():
                     self._reissued += 1
                     continue
-                reason = take_answer(request, answer, version, self.server.url)
+                reason = take_answer(request, answer, self.server.url)
             except ServerLostError as error:
                 await self._lost(life, error)
                 continue

@@ -50,10 +50,15 @@ def is_cut(request: Request) -> bool:
     return bool(params.temperature) and (params.top_p != 1.0 or bool(params.top_k))
 
 
-def take_answer(request: Request, answer: Any, version: int, url: str) -> str | None:
-    """Append what was sampled, all of it by one version; why the reply ended, or None if the server gave it up."""
+def take_answer(request: Request, answer: Any, url: str) -> str | None:
+    """Append what was sampled, all of it by one version; why the reply ended, or None if the server gave it up.
+
+    The version is that of the server when the answer ended. No answer lives through a weight sync: a pause ends them
+    all, and one that comes during the pause begins after it.
+    """
     try:
         about = answer["meta_info"]
+        version = int(about["weight_version"])
         ended = about["finish_reason"]["type"]
         ids = list(answer.get("output_ids") or ())
         found = about.get("output_token_logprobs") or ()
