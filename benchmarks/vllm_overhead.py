@@ -110,7 +110,7 @@ async def measure(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     assert isinstance(engine, VllmEngine)
     try:
         await policy.sync.sync(1)
-        vocabulary = backend.hf_model.config.vocab_size
+        vocabulary = backend.learner.hf_model.config.vocab_size
         rates: dict[int, list[tuple[float, float]]] = {count: [] for count in given.in_flight}
         await by_headrace(engine, prompts(8, vocabulary, 99), 4)
         for number in range(given.rounds):
@@ -128,7 +128,7 @@ async def measure(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 async def measure_syncs(policy: Any, backend: LocalBackend, rounds: int) -> dict[str, Any]:
-    nbytes = sum(parameter.nbytes for parameter in backend.hf_model.parameters())
+    nbytes = sum(parameter.nbytes for parameter in backend.learner.hf_model.parameters())
     source, target = np.ones(nbytes, np.uint8), np.ones(nbytes, np.uint8)
     syncs, copies = [], []
     for version in range(2, 2 + max(3, rounds)):

@@ -23,6 +23,7 @@ ON_HOST = {
     "models/llama_cache.py": "the fast path's cache",
     "run/random_state.py": "states of generators, which torch keeps on the host",
     "tinker_server": "serves from the CPU",
+    "weights/vllm_plugin": "what arrives is mapped or received on the host, then moved",
     "weights/shared_memory.py": "memory that processes share is the host's",
 }
 """Where tensors are on the host by intention, and why."""

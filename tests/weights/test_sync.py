@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -33,6 +34,9 @@ class Ends:
 
     def health(self) -> Served:
         return self.served
+
+    async def compute_logprobs(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
+        raise AssertionError("a digest is proof enough")
 
     async def fingerprint(self) -> str:
         self.calls.append("fingerprint")

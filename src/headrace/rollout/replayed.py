@@ -47,7 +47,7 @@ async def _replay(record: Recorded, task: Task | None) -> Episode:
     limits = replace(Limits.from_section(config.rollout), retries=0)
     loop = AgentLoop(
         run_function(config.workflow), NoEngine(), cast(ChatTemplate, None),  # nothing is rendered
-        configured_judger(config.workflow, config.judge), limits, journal=_Again(answers),
+        configured_judger(config), limits, journal=_Again(answers),
         new_model=partial(_RecordedModel, answers),
     )  # fmt: skip
     group_id, rollout_idx, seed = record["place"]

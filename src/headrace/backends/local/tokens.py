@@ -81,7 +81,7 @@ class TokenValues:
     def add(
         self, indices: Sequence[int], counts: Sequence[int], logprobs_M: Tensor, entropy_M: Tensor, clip_M: Tensor
     ) -> None:
-        """The values of a micro-batch, on the host: its samples, how many targets each has. `entropy_M` may be empty."""
+        """The values of a micro-batch, on the host; `counts`: targets of each sample. `entropy_M` may be empty."""
         sizes = list(counts)
         columns = [one.split(sizes) for one in (logprobs_M, clip_M.long())]
         entropies = entropy_M.split(sizes) if entropy_M.numel() else [entropy_M] * len(sizes)

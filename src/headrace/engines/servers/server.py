@@ -21,7 +21,9 @@ _MOST_DEATHS = 3
 class Server(Protocol):
     """A server that runs already, or that is started here."""
 
-    url: str
+    @property
+    def url(self) -> str: ...
+
     incarnation: int
     """Counts restarts: answers of an old one are refused."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +15,6 @@ from headrace.engines.vllm.build import ServerKind, build_servers
 from headrace.engines.vllm.engine import VllmOptions
 from headrace.models.catalog import resolve_model
 from headrace.utils.child_environment import expanded
-from headrace.utils.openmp import unchanged_environment
 
 
 def build_engine(config: RunConfig, host: ModelHost) -> RolloutEngine:
@@ -49,7 +49,7 @@ class SglangLaunch:
         return [*made, *section.server_args]
 
     def environment(self) -> dict[str, str]:
-        return {**unchanged_environment(), **expanded(self.config.engine.server_env, "engine.server_env")}
+        return {**os.environ, **expanded(self.config.engine.server_env, "engine.server_env")}
 
 
 SGLANG = ServerKind("sglang", "SGLang", SglangEngine, SglangLaunch, transports)

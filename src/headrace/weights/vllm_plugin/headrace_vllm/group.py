@@ -23,7 +23,7 @@ def new_store(host: str, port: int, master: bool) -> TCPStore:
 
 def join_group(store: TCPStore, peer: str, rank: int, size: int) -> ProcessGroupGloo:
     """Returns when all have come. Rank 0 is the sender."""
-    options = ProcessGroupGloo._Options()
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = _TIMEOUT
     options._devices = [ProcessGroupGloo.create_device(hostname=local_address(peer))]
     return ProcessGroupGloo(PrefixStore("headrace", store), rank, size, options)
@@ -33,4 +33,4 @@ def broadcast(group: ProcessGroupGloo, tensor: torch.Tensor, root: int):
     """Start to send or receive a tensor; `.wait()` for it."""
     options = torch.distributed.BroadcastOptions()
     options.rootRank, options.rootTensor = root, 0
-    return group.broadcast([tensor], options)
+    return group.broadcast([tensor], options)  # type: ignore[attr-defined]

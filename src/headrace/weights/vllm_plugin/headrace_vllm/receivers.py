@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 import torch
+from torch.distributed import ProcessGroupGloo
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -144,13 +145,17 @@ class GlooReceiver(Receiver):
         count = len(update_info.names)
         for rank in range(1, self._size):
             receipt = torch.tensor(self.received[-count:], dtype=torch.int64, device="cpu")
-            broadcast(self._group, receipt, rank).wait()
+            broadcast(self._joined(), receipt, rank).wait()
+
+    def _joined(self) -> ProcessGroupGloo:
+        assert self._group is not None, "weights are sent once the group was joined"
+        return self._group
 
     def _tensors(self, update_info: GlooUpdate):
         described = (update_info.names, update_info.dtype_names, update_info.shapes)
         for name, dtype_name, shape in zip(*described, strict=True):
             tensor = torch.empty(shape, dtype=getattr(torch, dtype_name), device="cpu")
-            broadcast(self._group, tensor, 0).wait()
+            broadcast(self._joined(), tensor, 0).wait()
             yield name, tensor.to(self.device)
 
     def shutdown(self) -> None:
