@@ -30,6 +30,10 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "math": ("math-verify",),
     "datasets": ("datasets",),
     "reasoning-gym": ("reasoning-gym",),
+    "wandb": ("wandb",),
+    "mlflow": ("mlflow-skinny",),
+    "trackio": ("trackio",),
+    "tensorboard": ("tensorboard",),
 }
 _NEEDED_EXTRA = "local"
 _GIB = 2**30
