@@ -330,6 +330,8 @@ def _read_by_correction(setting: str) -> Condition:
         f'it is read by correction {", ".join(names)}, not by "{{own.name}}"',
         "remove it, or set algorithm.correction.name",
     )
+
+
 _SERVICES = {"wandb", "mlflow", "trackio"}
 
 
