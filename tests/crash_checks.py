@@ -169,7 +169,7 @@ def tensorboard(run_dir: Path) -> list[tuple[int, set[str]]]:
     for event in (event for path in sorted((run_dir / "tensorboard").iterdir()) for event in _events(path)):
         if event.HasField("session_log"):
             shown = [(step, tags) for step, tags in shown if step < event.step]
-        elif event.HasField("summary"):
+        elif event.HasField("summary") and not event.summary.value[0].HasField("tensor"):  # settings, episodes
             shown.append((event.step, {value.tag for value in event.summary.value}))
     return shown
 

@@ -115,6 +115,9 @@ _BUILTIN: dict[str, dict[str, str]] = {
         "console": "headrace.tracking.console:ConsoleTracker",
         "jsonl": "headrace.tracking.jsonl:JsonlTracker",
         "tensorboard": "headrace.tracking.tensorboard:TensorBoardTracker",
+        "wandb": "headrace.tracking.wandb:new_tracker",
+        "mlflow": "headrace.tracking.mlflow:new_tracker",
+        "trackio": "headrace.tracking.trackio:new_tracker",
     },
 }
 
@@ -138,6 +141,9 @@ _EXTRA_OF_PACKAGE = {
     "google": "serve",  # protobuf
     "tinker": "tinker",
     "ray": "ray",
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+    "trackio": "trackio",
 }
 
 _FACTS = "headrace.algorithms.facts"

@@ -45,7 +45,7 @@ def learned_batches(draw: st.DrawFn) -> TrainBatch:
         Sample(tuple(range(len(m) + 1)), tuple(m), (0.0,) * len(m), (0,) * len(m), (0.0,) * len(m)) for m in masks
     ]
     counts = [sum(mask) for mask in masks]
-    rows = [
+    rows: list[Any] = [
         tuple(tuple(draw(st.lists(kind, min_size=n, max_size=n))) for n in counts)
         for kind in (logprobs, st.floats(0, 12, width=16), st.sampled_from(list(ClipState)))
     ]
@@ -208,7 +208,7 @@ def test_a_repeated_step_stays_as_it_was_recorded(tmp_path: Path) -> None:
         other = replace(batch((1, 1)), learned=LearnerValues(((-9.0, -9.0),)))
         ledger.batch(0, 0, [0], trained=[other])
         ledger.learned(0, 0, LearnedShare((0,), other))
-        [row] = ledger.learner_rows(0) or [None]
+        (row,) = ledger.learner_rows(0) or (None,)
         assert row is not None and row.logprobs == (-1.0, -2.0) and row.entropies is row.clip_states is None
 
 

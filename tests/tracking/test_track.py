@@ -192,7 +192,8 @@ def read_events(path: Path) -> dict[tuple[int, str], float]:
     while data:
         (length,) = struct.unpack("<Q", data[:8])
         event = event_pb2.Event.FromString(data[12 : 12 + length])  # pyright: ignore[reportAttributeAccessIssue]
-        found |= {(event.step, value.tag): value.simple_value for value in event.summary.value}
+        scalars = [value for value in event.summary.value if not value.HasField("tensor")]  # settings are a text
+        found |= {(event.step, value.tag): value.simple_value for value in scalars}
         data = data[16 + length :]
     return found
 

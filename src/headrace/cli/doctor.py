@@ -31,6 +31,10 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "datasets": ("datasets",),
     "reasoning-gym": ("reasoning-gym",),
     "ray": ("ray",),
+    "wandb": ("wandb",),
+    "mlflow": ("mlflow-skinny",),
+    "trackio": ("trackio",),
+    "tensorboard": ("tensorboard",),
 }
 _NEEDED_EXTRA = "local"
 _GIB = 2**30

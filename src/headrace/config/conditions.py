@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from headrace.config.derived import (
     asks_teacher,
@@ -435,3 +435,29 @@ def _read_by_correction(setting: str) -> Condition:
         f'it is read by correction {", ".join(names)}, not by "{{own.name}}"',
         "remove it, or set algorithm.correction.name",
     )
+
+
+_SERVICES = {"wandb", "mlflow", "trackio"}
+
+
+def _tracked_by(config: Any, some: set[str]) -> bool:
+    """Whether one of these trackers is named, or one of the user's own."""
+    return any(name in some or name not in builtin("tracker") for name in config.track.trackers)
+
+
+AT_A_SERVICE = Condition(
+    lambda s: _tracked_by(s.c, _SERVICES),
+    "track.trackers has neither wandb, mlflow or trackio nor a tracker of your own",
+    "remove it, or add one of these",
+)
+TAKES_MODEL = Condition(
+    lambda s: _tracked_by(s.c, {"wandb", "mlflow"}),
+    "track.trackers has neither wandb or mlflow nor a tracker of your own",
+    "remove it, or add one of these",
+)
+TAKES_EPISODES = Condition(
+    lambda s: _tracked_by(s.c, {*_SERVICES, "tensorboard"}),
+    "track.trackers has neither tensorboard, wandb, mlflow or trackio nor a tracker of your own",
+    "remove it, or add one of these",
+)
+LISTS_EPISODES = Condition(lambda s: s.own.episodes > 0, "track.episodes is 0", "remove one of the two")

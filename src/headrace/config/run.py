@@ -189,7 +189,23 @@ class TrackSection(Section):
     plot: bool = True
     """Draw the reward curve into the run folder at the end (needs the extra plot)."""
 
-    effects: ClassVar = always("trackers", "plot")
+    project: str = "headrace"
+    """The project (wandb, trackio) or experiment (mlflow) that the run is put in."""
+    episodes: int = Field(default=8, ge=0, le=1000)
+    """How many episodes of each step trackers get, as a table; 0: none."""
+    viewer: str = ""
+    """URL at which people reach `headrace view`, such as http://host:8123: rows of that table link to the episode."""
+    upload_model: bool = False
+    """Give trackers the final model, as a folder in Hugging Face format."""
+
+    effects: ClassVar = declare(
+        always("trackers", "plot"),
+        when.AT_A_SERVICE("project"),
+        when.TAKES_MODEL("upload_model"),
+        when.TAKES_EPISODES("episodes", "viewer"),
+        when.ROLLS_OUT("episodes", "viewer"),
+        when.LISTS_EPISODES("viewer"),
+    )
 
 
 class LedgerSection(Section):

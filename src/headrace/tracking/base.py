@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from headrace import registry
 from headrace.errors import ConfigError
@@ -36,24 +36,57 @@ class RunInfo:
     """The step that the run resumes from: later steps are tracked again. None for a new run."""
 
 
-class Tracker(Protocol):
-    """Receives the metrics of a run: `start` once, then `log` once per step and `message` at any time, then `close`."""
+@dataclass(frozen=True, slots=True)
+class EpisodeRow:
+    """One episode of a step, as a row of a table. `link` leads into the viewer, if `track.viewer` is set."""
+
+    group_id: int
+    rollout_idx: int
+    task_id: str
+    source: str
+    reward: float
+    is_correct: bool | None
+    termination: str
+    tokens: int
+    prompt: str
+    reply: str
+    link: str
+
+
+class Tracker:
+    """Where the metrics of a run go. A tracker of your own is a subclass that has `start` and `log`, and what else it
+    needs; name it in the run file as `track.trackers = ["console", "my_package.module:MyTracker"]`.
+
+    Called from the training process, one call at a time: `start` once, then `log` once per step, then `close`; the
+    others in between. A call that raises ends the tracker with one warning, and training continues without it. A call
+    that takes long holds training up: one that waits for the network belongs `InBackground`.
+    """
 
     def start(self, info: RunInfo) -> None:
-        """Open files, draw the first view."""
-        ...
+        """Open files, or a run at a service. `info.config` has all settings."""
+        raise NotImplementedError(f"{type(self).__name__} must define start(info)")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take the metrics of one step; step 0 is the evaluation before training."""
-        ...
+        """Take the metrics of one step; step 0 is the evaluation before training. A value may be NaN or infinite."""
+        raise NotImplementedError(f"{type(self).__name__} must define log(step, metrics)")
+
+    def episodes(self, step: int, rows: Sequence[EpisodeRow]) -> None:
+        """Take a sample of the episodes that a step trained on: `track.episodes` of them."""
+
+    def model(self, folder: Path, step: int) -> None:
+        """Take the final model, an ordinary model folder; called where `track.upload_model` asks for it."""
 
     def message(self, text: str) -> None:
-        """Take a line for people; trackers that keep only numbers ignore it."""
-        ...
+        """Take a line for people."""
+
+    def status(self, engine: EngineHealth) -> None:
+        """Take the engine's state, for those who show it live."""
+
+    def progress(self, doing: Doing) -> None:
+        """Take what is being done, for those who show it live."""
 
     def close(self) -> None:
         """Flush and release everything. May be called twice, and without `start`."""
-        ...
 
 
 class TrackerSet:
@@ -85,12 +118,20 @@ class TrackerSet:
         log.info("%s", text)
         self._each("message", lambda tracker: tracker.message(text))
 
+    def episodes(self, step: int, rows: Sequence[EpisodeRow]) -> None:
+        """Pass a sample of a step's episodes to every tracker that takes them."""
+        self._each("episodes", lambda tracker: getattr(tracker, "episodes", lambda *_: None)(step, rows))
+
+    def model(self, folder: Path, step: int) -> None:
+        """Pass the final model to every tracker that takes it."""
+        self._each("model", lambda tracker: getattr(tracker, "model", lambda *_: None)(folder, step))
+
     def status(self, engine: EngineHealth) -> None:
-        """Pass the engine's state to every tracker that shows it (an optional method `status`)."""
+        """Pass the engine's state to every tracker that shows it: one of a user's may have no such method."""
         self._each("status", lambda tracker: getattr(tracker, "status", lambda _: None)(engine))
 
     def progress(self, doing: Doing) -> None:
-        """Pass what is being done to every tracker that shows it (an optional method `progress`)."""
+        """Pass what is being done to every tracker that shows it."""
         self._each("progress", lambda tracker: getattr(tracker, "progress", lambda _: None)(doing))
 
     def close(self) -> None:

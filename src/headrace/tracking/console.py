@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.tracking import terminal
-from headrace.tracking.base import RunInfo
+from headrace.tracking.base import RunInfo, Tracker
 from headrace.tracking.console_view import History, body, engine_line, plain_line
 from headrace.tracking.formats import duration
 
@@ -25,7 +25,7 @@ _MAX_WIDTH = 100
 _MIN_WIDTH = 66  # narrower, and the curves' columns no longer fit
 
 
-class ConsoleTracker:
+class ConsoleTracker(Tracker):
     """Shows a run to the person who started it.
 
     `live` says whether to draw the live view; by default it is drawn where the output is a terminal that can.

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import TextIO, TypeAlias
 
 from headrace.errors import DataError
-from headrace.tracking.base import RunInfo
+from headrace.tracking.base import RunInfo, Tracker
 
 FILE_NAME = "metrics.jsonl"
 Rows: TypeAlias = Mapping[int, Mapping[str, float]]
 """Step to its finite metrics, steps ascending."""
 
 
-class JsonlTracker:
+class JsonlTracker(Tracker):
     """Appends one line per step and flushes it, so that a killed run keeps every finished step."""
 
     def __init__(self) -> None:

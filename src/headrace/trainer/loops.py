@@ -18,6 +18,7 @@ from headrace.errors import DataError, EngineError
 from headrace.run.checkpoint import list_checkpoints, step_of
 from headrace.scheduling.buffer import FinishedGroup
 from headrace.scheduling.producer import OpenedBatch
+from headrace.tracking.episodes import sampled_rows
 from headrace.trainer.recovery import learn_recorded, other_weights
 from headrace.trainer.setup import Run, batches_left
 from headrace.utils import memory
@@ -70,7 +71,15 @@ class TrainingLoops:
             await self._learn()
             self._producing.cancel()
             await run.callbacks.call("on_train_end", self)
+            if self.config.track.upload_model:
+                await self._upload_model()
             watch.cancel()
+
+    async def _upload_model(self) -> None:
+        """Write the model as a folder, and give it to the trackers."""
+        folder = self._run.folder / "model"
+        await self._run.backend.export(folder)
+        self._run.trackers.model(folder, self.step)
 
     # ---- the learner's loop ---------------------------------------------------------------------------------------
 
@@ -123,6 +132,7 @@ class TrainingLoops:
             await run.engine.resume()
         if run.learner.has_something:
             await self._end_of_step()
+            self._show_episodes(fresh)
         else:
             self._skip(fresh)
         self._begin_next()
@@ -140,6 +150,15 @@ class TrainingLoops:
             if not waiting.done():
                 waiting.cancel()
                 await asyncio.wait({waiting})
+
+    def _show_episodes(self, trained: list[FinishedGroup]) -> None:
+        """Give trackers a sample of what the step was trained on."""
+        track = self.config.track
+        if track.episodes:
+            episodes = [episode for finished in trained for episode in finished.episodes]
+            self._run.trackers.episodes(
+                self.step, sampled_rows(episodes, track.episodes, self._run.folder, track.viewer)
+            )
 
     async def _replay(self) -> None:
         """Repeat the steps that were recorded after the checkpoint: from the record, with nothing generated."""
