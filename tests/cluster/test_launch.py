@@ -242,7 +242,8 @@ def test_any_plain_values_read_back_from_yaml(value: dict[str, Any]) -> None:
 
 
 def test_a_ray_job_line_has_paths_within_what_is_copied(files: tuple[Path, Path]) -> None:
-    line = render_ray(job(files), "0102-030405")
+    with pytest.warns(UserWarning, match=r"launch\.nodes, launch\.gpus, launch\.hours: the cluster has its own nodes"):
+        line = render_ray(job(files), "0102-030405")
     assert line.startswith("ray job submit --address http://127.0.0.1:8265 --submission-id ")
     assert "-- headrace train base.toml" in line and "--working-dir ." in line
     subprocess.run(["bash", "-n"], input=line, text=True, check=True)

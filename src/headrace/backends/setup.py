@@ -61,6 +61,8 @@ def choose(config: RunConfig) -> Choice:
 def attach_engine(config: RunConfig, backend: Backend, choice: Choice) -> Policy:
     """Give a backend its engine, and the weight sync between the two."""
     host = backend.host(choice.transport)
+    if config.model.dtype == "auto" and host.dtype is not None:  # a server would take "auto" for the file's own
+        config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": host.dtype})})
     canary = None if choice.abilities.digests else _canary(config, host)
     engine = choice.new_engine(config, host)
     sync = WeightSync(host.weights, host.sender, engine, canary, choice.abilities.pauses_to_sync)

@@ -142,6 +142,8 @@ class ModelHost:
     """The learner's log-probabilities of rows under its weights as they are now; None if it cannot say."""
     vocabulary: int | None = None
     """Token ids that the model knows; None if the backend does not know."""
+    dtype: str | None = None
+    """What `model.dtype` comes to on the learner's device; None if the backend does not know."""
 
 
 class RolloutEngine(Protocol):

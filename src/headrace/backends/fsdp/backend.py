@@ -62,8 +62,9 @@ class FsdpBackend:
             RankBuffers(weights, facts["infos"]) if transport == "shared_memory" else RankSender(transport, weights)
         )
         return ModelHost(
-            self.tokenizer, facts["eos_ids"], facts["max_length"], weights, sender, self._score, facts["vocabulary"]
-        )
+            self.tokenizer, facts["eos_ids"], facts["max_length"], weights, sender, self._score, facts["vocabulary"],
+            facts["dtype"],
+        )  # fmt: skip
 
     async def _score(self, rows: Rows) -> list[list[float]]:
         samples = [given_text(row) for row in rows]

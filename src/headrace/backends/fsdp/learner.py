@@ -44,7 +44,7 @@ class RankLearner(Learner):
 
     def __init__(self, config: RunConfig, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
-        self._forward_dtype = forward_dtype(config.model)
+        self.forward_dtype = forward_dtype(config.model)
         self._root: Root | None = None
         self._valued = False
         self._transfers: dict[str, Transfer] = {}
@@ -93,7 +93,7 @@ class RankLearner(Learner):
     def gathered(self) -> GatheredWeights:
         """The trained weights as a weight sync sends them; gathering them is collective."""
         held = not self.config.model.lora.rank  # adapters are sent as they are held
-        return GatheredWeights(super().weights(), self._forward_dtype if held else None)
+        return GatheredWeights(super().weights(), self.forward_dtype if held else None)
 
     def write_weights(self, layout: Layout | None, path: str, writers: Sequence[int]) -> str:
         """Gather the trained weights and write them to a mapped file; their fingerprint, on rank 0."""
@@ -154,7 +154,7 @@ class RankLearner(Learner):
     # ---- how the local learner's parts are replaced ----------------------------------------------------------------
 
     def _load_model(self) -> Any:
-        if self._forward_dtype == torch.bfloat16:
+        if self.forward_dtype == torch.bfloat16:
             make_bfloat16_safe()
         # in the type that the optimizer updates; sharding makes the forward compute in its own
         master = str(self._master_dtype()).removeprefix("torch.")
@@ -162,7 +162,7 @@ class RankLearner(Learner):
 
     def _master_dtype(self) -> torch.dtype:
         if self.config.optimizer.master_dtype == "auto":
-            return torch.promote_types(self._forward_dtype, torch.float32)
+            return torch.promote_types(self.forward_dtype, torch.float32)
         return super()._master_dtype()
 
     def _new_model(self) -> Any:
@@ -172,11 +172,11 @@ class RankLearner(Learner):
 
     def _shard(self) -> None:
         section = self.config.backend
-        if self.size == 1 and self._forward_dtype == self.hf_model.dtype:
+        if self.size == 1 and self.forward_dtype == self.hf_model.dtype:
             return
         self._root = Root(self.modules())
         mesh = new_mesh(self.hf_model.device, self.size, section.shard)
-        shard_modules(self._root, decoder_layers(self.hf_model), mesh, self._forward_dtype, section.cpu_offload)
+        shard_modules(self._root, decoder_layers(self.hf_model), mesh, self.forward_dtype, section.cpu_offload)
 
     def _forward(self, tokens: TokenTensors, algorithm: AlgorithmSection) -> tuple[Tensor, Tensor, Tensor | None]:
         return self._inside(lambda: super(RankLearner, self)._forward(tokens, algorithm))

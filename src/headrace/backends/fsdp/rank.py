@@ -52,6 +52,7 @@ class FsdpRank:
             "max_length": learner.model.max_length,
             "vocabulary": learner.model.vocabulary,
             "eos_ids": tuple(eos_token_ids(learner.hf_model, learner.tokenizer)),
+            "dtype": str(learner.forward_dtype).removeprefix("torch."),
             "infos": learner.gathered().infos(),
         }
 

@@ -31,7 +31,8 @@ def new_host(transport: str, tokenizer: Any, hf_model: Any, in_place: InPlace, w
     else:
         sender = server_sender(transport, weights)
     ends = tuple(eos_token_ids(hf_model, tokenizer))
-    return ModelHost(tokenizer, ends, model.max_length, weights, sender, score, model.vocabulary)
+    dtype = str(hf_model.dtype).removeprefix("torch.")
+    return ModelHost(tokenizer, ends, model.max_length, weights, sender, score, model.vocabulary, dtype)
 
 
 def eos_token_ids(hf_model: Any, tokenizer: Any) -> list[int]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import shlex
+import warnings
 from pathlib import Path
 
 from headrace.cluster.launch.job import Job, check_job, submit
+from headrace.config import LaunchSection
+from headrace.config.effect import defaults
 from headrace.errors import ConfigError, install_line
 
 
@@ -36,6 +39,12 @@ def _check(job: Job) -> None:
         raise ConfigError(
             f"run.dir = {json.dumps(str(job.config.run.dir))} is relative, and a Ray job runs in a folder that is "
             "deleted after it; set an absolute path that the cluster's nodes share"
+        )
+    usual, launch = defaults(LaunchSection), job.config.launch
+    unread = [name for name in ("nodes", "cpus", "gpus", "memory_gb", "hours") if getattr(launch, name) != usual[name]]
+    if unread:
+        warnings.warn(
+            f"launch.{', launch.'.join(unread)}: the cluster has its own nodes, so --on ray ignores it", stacklevel=2
         )
 
 
