@@ -27,6 +27,8 @@ _POLL_LIMIT_S = 30.0
 class SglangEngine(VllmEngine):
     """Made on any thread; from its first call on it belongs to the event loop of that call."""
 
+    _earlier = 0
+
     async def _generation(self, request: Request, pinned: bool) -> Generation:
         """Ask for one leg after the other, until a server that still counts has ended the reply."""
         first = self._life()
@@ -74,11 +76,15 @@ class SglangEngine(VllmEngine):
         await self._post("/continue_generation", {})
 
     async def _count_tokens(self) -> int:
+        return await self._counted() - self._earlier
+
+    async def _counted(self) -> int:
         return int(sum(map(float, _TOKENS.findall(await self._client.get("/metrics", _POLL_LIMIT_S)))))
 
     async def _greet(self) -> None:
         self._facts = await inspect_server(self._client, self._options.transport, self._options.sleeps)
         await self._name_version(self._version)
+        self._earlier = await self._counted()  # of others, and of the inspection
 
     async def _name_version(self, version: int) -> None:
         # by default it would abort all requests
