@@ -1,6 +1,6 @@
 """VllmEngine: one vLLM server behind the engine protocol.
 
-Requests go to the server as they come; it batches them. A weight sync pauses it between two tokens, so sequences in
+Requests go to the server at once; it batches them. A weight sync pauses it between two tokens, so sequences in
 flight continue with the new weights, and every token's version comes back with it. While the engine is paused, no
 answer is delivered: not before the proof that the weights arrived. If the server is lost it is started again, gets the
 current weights, and what was under way is asked again with the same seeds.
@@ -351,7 +351,7 @@ class VllmEngine:
             await asyncio.sleep(self._options.health_every_s)
             await self._alive.wait()
             life = self._life()
-            with suppress(ServerLostError):  # who waits for no server is told so by its own requests
+            with suppress(ServerLostError):  # who waits for no server learns it from its own requests
                 try:
                     if self.server.gone() is not None:
                         raise ServerLostError("the process ended")
