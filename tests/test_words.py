@@ -19,7 +19,7 @@ AVOID = {
     r"\bwhole groups?\b|\b(became|become|becomes|is|are|was)[ _]whole\b|\bwhole_in_order\b": "complete",
     r"\b(hand|hands|handed|handing)[ -]?out\b|\bhandout\b": "dequeue, take",
     r"\bfigures\b": "metrics, numbers, results",
-    r"\b([Tt]ells?(?!\(\))|[Tt]old|[Tt]elling)\b|\buntold\b(?!_evaluation)|\btell\(": "log, report, warn, say",
+    r"\b([Tt]ells?(?!\(\))|[Tt]old|[Tt]elling)\b|\buntold\b(?!_evaluation)": "log, report, warn, say",
     r"(?<!_ledger\.)\bpublications?\b": "weight sync",
     r"\bafterwards\b": "then, later, after",
     r"\balike\b": "the same, with a shared prefix",

@@ -91,7 +91,7 @@ def test_a_reply_comes_while_it_is_sampled(client: openai.OpenAI) -> None:
     assert len([text for text in texts if text]) > 4
 
 
-def test_several_replies_are_told_apart(client: openai.OpenAI) -> None:
+def test_several_replies_keep_their_numbers(client: openai.OpenAI) -> None:
     given: Any = {"model": "bundled", "prompt": "2+3=", "max_tokens": 6, "n": 3, "seed": 1, "logprobs": 0}
     whole = client.completions.create(**given)
     texts = dict.fromkeys(range(3), "")
@@ -242,7 +242,7 @@ async def test_a_client_that_leaves_frees_its_slots(streams: bool) -> None:
                 await asyncio.sleep(0.005)
 
 
-async def test_more_than_may_wait_are_told_to_come_again() -> None:
+async def test_more_than_may_wait_are_refused_for_now() -> None:
     async with slow_server() as (engine, url), httpx2.AsyncClient(timeout=60) as http:
         engine.waiting = 4
         busy = await http.post(f"{url}/v1/chat/completions", json={"messages": ASKED})
@@ -354,7 +354,7 @@ def test_a_reply_that_may_be_reasoning_is_recognised() -> None:
 
 
 def test_reasoning_and_tool_calls_are_streamed_as_such() -> None:
-    """A model cannot be made to say this; an engine that says what it is told can."""
+    """A model cannot be made to say this; an engine that says what it is given can."""
 
     class Says:
         def __init__(self, text: str) -> None:

@@ -132,10 +132,10 @@ def uses_ray(config: RunConfig) -> bool:
     return bool(config.cluster.address) and (places_learners(config) or places_judgers(config))
 
 
-def sampler_kind(config: RunConfig) -> str:
+def sampler_kind(config: RunConfig) -> tuple[str, str]:
     """Engine and type of its weights, as metrics call them: what sampler and learner differ by depends on both."""
     section = config.engine
     args = section.server_args
     served = args[args.index("--dtype") + 1] if "--dtype" in args[:-1] else config.model.dtype
     dtype = section.weights if section.weights != "float32" else served
-    return f"{section.name.replace(':', '.').replace('/', '.')}/{dtype}"
+    return section.name.replace(":", ".").replace("/", "."), dtype

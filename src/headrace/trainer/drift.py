@@ -22,11 +22,11 @@ def drift_metrics(
     logprobs: Sequence[Sequence[float]],
     version: int,
     updated: bool = False,
-    sampler: str | None = None,
+    sampler: tuple[str, str] | None = None,
 ) -> MetricsAggregator:
     """Differences of sampler and learner on the trained tokens; `updated` says that this version has moved on since.
 
-    `sampler` names engine and dtype, which rounding depends on: runs with different ones can then be compared.
+    `sampler` is the engine and the type of its weights, which rounding depends on: runs can then be compared by it.
     """
     metrics = MetricsAggregator()
     rows, gap_T = _gaps(samples, logprobs)
@@ -47,7 +47,8 @@ def drift_metrics(
             metrics.record("drift/same_version", mean_size, weight=count)
             metrics.record("drift/same_version_max", largest)
             if sampler is not None:
-                metrics.record(f"drift/of/{sampler}", mean_size, weight=count)
+                engine, dtype = sampler
+                metrics.record(f"drift/of/{engine}/{dtype}", mean_size, weight=count)
         elif oldest < version:
             metrics.record("drift/stale", mean_size, weight=count)
     return metrics

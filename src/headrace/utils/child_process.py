@@ -59,8 +59,8 @@ class ChildProcess:
         """The end of its log."""
         try:
             with self.log.open("rb") as file:
-                file.seek(0, os.SEEK_END)
-                file.seek(max(0, file.tell() - _TAIL))
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(0, size - _TAIL))
                 text = file.read().decode(errors="replace")
         except OSError:
             return ""

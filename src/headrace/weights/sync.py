@@ -90,6 +90,7 @@ class WeightSync:
         self._canary = CanaryCheck(canary) if canary is not None else None
         self._pauses = pauses
         self._busy = asyncio.Lock()
+        self._owes_resume = False
         if isinstance(engine, Recovers):
             engine.when_restarted(self.restore)
         self._last: SyncedWeights | None = None
@@ -108,9 +109,12 @@ class WeightSync:
         paused the engine before it changed the weights also resumes it.
         """
         async with self._busy:
+            # as it is before the first attempt, which may leave it paused; so may a restoration that was overtaken
+            pauses, self._owes_resume = self._pauses_for(self._engine) or self._owes_resume, False
             for attempt in range(_ATTEMPTS):
                 try:
-                    return await self._sync(version)
+                    self._last = SyncedWeights(version, await self._bring(self._engine, version, pauses))
+                    return self._last
                 except ServerLostError:
                     if attempt == _ATTEMPTS - 1 or not isinstance(self._engine, Recovers):
                         raise
@@ -126,21 +130,27 @@ class WeightSync:
             last = self._last
             if last is None or await self._source.fingerprint() != last.fingerprint:
                 return False
-            await self._bring(engine, last.version)
+            pauses = self._pauses_for(engine)
+            if await self._bring(engine, last.version, pauses, expected=last.fingerprint) != last.fingerprint:
+                self._owes_resume = pauses  # a step was made meanwhile: what was brought has no version yet
+                return False
         return True
 
-    async def _sync(self, version: int) -> SyncedWeights:
-        self._last = SyncedWeights(version, await self._bring(self._engine, version))
-        return self._last
+    def _pauses_for(self, engine: Updatable) -> bool:
+        return (self.in_place or self._pauses) and not engine.health().paused
 
-    async def _bring(self, engine: Updatable, version: int) -> str:
-        """The learner's weights as they are now, to one engine; their fingerprint, once it is proved."""
-        pauses = (self.in_place or self._pauses) and not engine.health().paused
+    async def _bring(self, engine: Updatable, version: int, pauses: bool, expected: str | None = None) -> str:
+        """The learner's weights as they are now, to one engine; their fingerprint, once it is proved.
+
+        If they are not those that were `expected`, the engine stays paused.
+        """
         if pauses:
             await engine.pause()
         await engine.begin_update(version)
         # the learner reads its weights while they travel: a proof takes as long as a copy
         ours, (arrived, theirs) = await asyncio.gather(self._source.fingerprint(), self._send(engine, version))
+        if expected not in (None, ours):
+            return ours
         self._prove(version, engine.health().version, ours, theirs)
         if self._canary is not None:
             self.canary_difference = await self._prove_by_rows(self._canary, engine, version, arrived is not None)

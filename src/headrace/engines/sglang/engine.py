@@ -27,6 +27,8 @@ _POLL_LIMIT_S = 30.0
 class SglangEngine(VllmEngine):
     """Made on any thread; from its first call on it belongs to the event loop of that call."""
 
+    _earlier = _answered = 0
+
     async def _generation(self, request: Request, pinned: bool) -> Generation:
         """Ask for one leg after the other, until a server that still counts has ended the reply."""
         first = self._life()
@@ -43,7 +45,10 @@ class SglangEngine(VllmEngine):
                 if life != self._life():
                     self._reissued += 1
                     continue
+                had = len(request.ids)
                 reason = take_answer(request, answer, self.server.url)
+                self._answered += len(request.ids) - had
+                self._tokens = max(self._tokens, self._answered)  # the server is asked only now and then
             except ServerLostError as error:
                 await self._lost(life, error)
                 continue
@@ -73,12 +78,24 @@ class SglangEngine(VllmEngine):
     async def _let_go(self) -> None:
         await self._post("/continue_generation", {})
 
+    async def resume(self) -> None:
+        try:
+            await super().resume()
+        except ServerLostError:
+            if not self._options.waits:
+                raise
+            self._going.set()  # it is started again, and continues then
+
     async def _count_tokens(self) -> int:
+        return max(await self._counted() - self._earlier, self._answered)
+
+    async def _counted(self) -> int:
         return int(sum(map(float, _TOKENS.findall(await self._client.get("/metrics", _POLL_LIMIT_S)))))
 
     async def _greet(self) -> None:
         self._facts = await inspect_server(self._client, self._options.transport, self._options.sleeps)
         await self._name_version(self._version)
+        self._earlier, self._answered = await self._counted(), 0  # of others, and of the inspection
 
     async def _name_version(self, version: int) -> None:
         # by default it would abort all requests

@@ -1,6 +1,6 @@
 """VllmEngine: one vLLM server behind the engine protocol.
 
-Each request goes to the server at once; it batches them. A weight sync pauses it between two tokens, so sequences in
+Requests go to the server at once; it batches them. A weight sync pauses it between two tokens, so sequences in
 flight continue with the new weights, and every token's version comes back with it. While the engine is paused, no
 answer is delivered: not before the proof that the weights arrived. If the server is lost it is started again, gets the
 current weights, and what was under way is asked again with the same seeds.
@@ -86,7 +86,8 @@ class VllmEngine:
         self._tokens_before = self._tokens = 0
         self._busy_s = self._busy_since = 0.0
         self._error: EngineError | None = None
-        self._closed = asyncio.Event()
+        self._closed = asyncio.Event()  # by its owner, or by an error
+        self._ended = False
 
     # ---- sampling -------------------------------------------------------------------------------------------------
 
@@ -147,7 +148,11 @@ class VllmEngine:
     def _model(self, version: int) -> str:
         """What the server calls the weights of a version."""
         assert self._facts is not None
-        return adapter_name(version) if self._adapters and version in self._loaded else self._facts.model
+        if not self._adapters or not self._synced:
+            return self._facts.model
+        if version not in self._loaded:
+            raise EngineError(f"the adapters of version {version} were lost with the server that had them")
+        return adapter_name(version)
 
     async def compute_logprobs(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
         checked = [checked_ids(row, self._options.vocabulary) for row in rows]
@@ -204,6 +209,8 @@ class VllmEngine:
         self._going.clear()
         await self._alive.wait()
         await self._hold()
+        with suppress(ServerLostError, ServerRefusedError):
+            self._tokens = await self._count_tokens()  # what was still on its way when it stopped
 
     async def resume(self) -> None:
         self._check_usable()
@@ -217,7 +224,7 @@ class VllmEngine:
         self._check_usable()
         await self._opened()
         await self._alive.wait()
-        if self._pinned is not None:
+        if self._pinned is not None and not self._adapters:
             raise EngineError(
                 f"version {self._pinned} is pinned, and one server has one version at a time; unpin first"
             )
@@ -344,13 +351,13 @@ class VllmEngine:
             await asyncio.sleep(self._options.health_every_s)
             await self._alive.wait()
             life = self._life()
-            if self.server.gone() is not None:
-                await self._lost(life, EngineError("the process ended"))
-                continue
-            try:
-                self._tokens = await self._count_tokens()
-            except (ServerLostError, ServerRefusedError) as error:
-                await self._lost(life, error)
+            with suppress(ServerLostError):  # who waits for no server learns it from its own requests
+                try:
+                    if self.server.gone() is not None:
+                        raise ServerLostError("the process ended")
+                    self._tokens = await self._count_tokens()
+                except (ServerLostError, ServerRefusedError) as error:
+                    await self._lost(life, error)
 
     async def _lost(self, life: tuple[int, int], why: Exception) -> None:
         """Take note that a request or a check failed in a life of the server; returns when there is another."""
@@ -390,19 +397,30 @@ class VllmEngine:
             self._tokens_before += self._tokens
             self._tokens, self._restarts, self._updating, self._asleep = 0, self._restarts + 1, False, False
             self._loaded.clear()
-            await self._client.close()
-            await self.server.replace()
-            self._client = self._new_client()
-            await self._greet()
-            if not self._going.is_set():
-                await self._hold()
+            while not await self._replaced():
+                pass
             self._recovering = None
             self._alive.set()
             if not self._synced or (self._restore is not None and await self._restore(self)):
                 self._up.set()
             # else the next sync brings the weights
+        except ServerLostError:
+            pass  # lost once more: that is another recovery
         except Exception as error:  # every caller must hear of it
             self._fail(error)
+
+    async def _replaced(self) -> bool:
+        """Another server in place of the lost one; False if that is lost as well before it is ready."""
+        await self._client.close()
+        await self.server.replace()
+        self._client = self._new_client()
+        try:
+            await self._greet()
+            if not self._going.is_set():
+                await self._hold()
+        except ServerLostError:
+            return False
+        return True
 
     async def _post(self, path: str, body: Any = None) -> Any:
         """A call that the server must answer; one that fails is taken for a lost server by whoever made it."""
@@ -440,8 +458,9 @@ class VllmEngine:
         return "unsynced" if self._alive.is_set() else "starting"
 
     async def close(self) -> None:
-        if self._closed.is_set():
+        if self._ended:
             return
+        self._ended = True
         self._closed.set()
         tasks = [task for task in (self._opening, self._watching, self._recovering) if task is not None]
         for task in tasks:

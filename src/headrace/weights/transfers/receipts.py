@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 
 from headrace.errors import WeightSyncError
@@ -18,4 +19,4 @@ def compare_receipts(names: Sequence[str], sent: Sequence[int], arrived: Sequenc
             f"{len(differ)} of {len(names)} tensors did not arrive at {where} as they were sent: {shown}; resume from "
             f"the last checkpoint, and report it if it happens again"
         )
-    return f"{hash((tuple(names), tuple(sent))) & (2**64 - 1):016x}"
+    return hashlib.blake2b(repr((list(names), list(sent))).encode(), digest_size=8).hexdigest()
