@@ -40,7 +40,7 @@ STEP = {
 EVAL = {"eval/countdown/pass@1": 0.31, "eval/countdown/pass@1_low": 0.27, "eval/countdown/pass@1_high": 0.35}
 
 
-class Recorder:
+class Recorder(Tracker):
     """A tracker that remembers its calls and fails in the ones it is told to."""
 
     def __init__(self, fails_in: str = "") -> None:
