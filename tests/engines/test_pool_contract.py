@@ -30,6 +30,20 @@ class TestPool(_OneProcess):
                 os.kill(replica.engine.pid, signal.SIGUSR1)
         return SMOKE
 
+    async def test_health_counts(self, start: Start) -> None:
+        """Each replica has as many slots as an engine that is alone."""
+        engine = start(max_batch=2)
+        tasks = [self.asked(engine, self.long, seed) for seed in range(5)]
+        await submitted(engine, 5)
+        await under_way(engine, 2)
+        busy = engine.health()
+        assert busy.running + busy.waiting == 5 and 2 <= busy.running <= 4
+        assert sum(one.running for one in busy.replicas) == busy.running
+        await engine.resume()
+        await soon(asyncio.gather(*tasks))
+        done = engine.health()
+        assert (done.running, done.waiting, done.generated_tokens) == (0, 0, 5 * self.long)
+
     async def test_pinned_requests_go_before_all_that_wait(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, start: Start
     ) -> None:
