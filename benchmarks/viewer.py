@@ -5,9 +5,9 @@
 Makes the ledger (`--run` keeps it, or takes one that was made before), starts `headrace view` on it in a process of its
 own, and asks for every page at random places; `first_page` is the list of runs and the run, asked for once in a process
 that has seen nothing. Then a ledger is written at full speed, in turns of a few seconds with and without five viewers
-that watch the run: they follow its events and ask for the newest step, group and episode every second. `slowdown` is
-how much longer an episode takes with them (median of the turns, in one process). `--quick`: 20,000 episodes, few
-rounds.
+that watch the run from a process of their own: each asks for the run, its curves and the newest step, group and episode
+every second. `slowdown` is how much longer an episode takes with them (medians of the turns). `--watching-only`
+leaves the first part out. `--quick`: 20,000 episodes, few rounds.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.client import HTTPConnection
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -123,40 +124,32 @@ def measure_pages(run_dir: Path, rounds: int) -> dict[str, float]:
 # ---- what watching costs ---------------------------------------------------------------------------------------------
 
 
-class Watchers:
-    """Five people who watch: they ask while they are switched on."""
+def watch(port: int, run: str, on: Any, over: Any, asked: Any) -> None:
+    """Five people who watch while `on` is set: in a process of their own, as browsers are, and behind everything."""
+    os.nice(19)
+    base = f"/api/runs/{run}"
 
-    def __init__(self, port: int, run: str) -> None:
-        self._port, self._base = port, f"/api/runs/{run}"
-        self.on, self._over = threading.Event(), threading.Event()
-        self.asked = 0
-        self._threads = [threading.Thread(target=self._watch, daemon=True) for _ in range(VIEWERS)]
-        for thread in self._threads:
-            thread.start()
-
-    def close(self) -> None:
-        self._over.set()
-        self.on.set()
-        for thread in self._threads:
-            thread.join()
-
-    def _watch(self) -> None:
-        connection = HTTPConnection("127.0.0.1", self._port, timeout=60)
-        while not self._over.is_set():
-            self.on.wait()
-            if self._over.is_set():
-                return
-            for path in (self._base, f"{self._base}/metrics?points=400", f"{self._base}/steps?limit=20"):
+    def one() -> None:
+        connection = HTTPConnection("127.0.0.1", port, timeout=60)
+        while on.wait() and not over.is_set():
+            for path in (base, f"{base}/metrics?points=400", f"{base}/steps?limit=20"):
                 _, body = ask(connection, path)
-                self.asked += 1
-            steps = json.loads(body)["steps"]
-            if steps:
-                _, body = ask(connection, f"{self._base}/steps/{steps[0]['step']}")
+            count = 3
+            if steps := json.loads(body)["steps"]:
+                _, body = ask(connection, f"{base}/steps/{steps[0]['step']}")
                 group = json.loads(body)["groups"][0]["group_id"]
-                ask(connection, f"{self._base}/groups/{group}")
-                ask(connection, f"{self._base}/groups/{group}/rollouts/0")
-                self.asked += 3
-            self._over.wait(1.0)
+                ask(connection, f"{base}/groups/{group}")
+                ask(connection, f"{base}/groups/{group}/rollouts/0")
+                count += 3
+            with asked.get_lock():
+                asked.value += count
+            time.sleep(1.0)
+
+    threads = [threading.Thread(target=one) for _ in range(VIEWERS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def measure_watching(folder: Path, turns: int) -> dict[str, float]:
@@ -180,19 +173,23 @@ def measure_watching(folder: Path, turns: int) -> dict[str, float]:
 
         write(TURN_S)
         with viewing(folder) as (port, _):
-            watchers = Watchers(port, run_dir.name)
+            spawn = get_context("spawn")
+            on, over, asked = spawn.Event(), spawn.Event(), spawn.Value("i", 0)
+            watchers = spawn.Process(target=watch, args=(port, run_dir.name, on, over, asked))
+            watchers.start()
             for turn in range(2 * turns):
                 watched = turn % 4 in (1, 2)  # each comes after the other as often as after itself
-                watchers.on.set() if watched else watchers.on.clear()
-                time.sleep(0.3)
+                on.set() if watched else on.clear()
+                time.sleep(1.0)
                 took[watched].append(write(TURN_S))
-            asked = watchers.asked
-            watchers.close()
+            over.set()
+            on.set()
+            watchers.join()
     return {
         "written_us_per_episode": 1e6 * median(took[False]),
         "watched_us_per_episode": 1e6 * median(took[True]),
         "slowdown": median(took[True]) / median(took[False]),
-        "pages_asked_while_writing": asked,
+        "pages_asked_while_writing": asked.value,
     }
 
 
@@ -200,17 +197,20 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--episodes", type=int, default=1_000_000)
-    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=40, help="of all pages")
     parser.add_argument("--turns", type=int, default=6, help="with viewers, and as many without")
     parser.add_argument("--run", type=Path, help="run folder to make, or to take if it is there")
+    parser.add_argument("--watching-only", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true")
     args = parsed(parser, quick={"episodes": 20_000, "rounds": 5, "turns": 1})
     with tempfile.TemporaryDirectory(prefix="headrace-viewer-") as work:
         run_dir = args.run or Path(work) / "runs" / "large"
-        if not (run_dir / "finished").exists():
+        if not args.watching_only and not (run_dir / "finished").exists():
             make_large_run(run_dir, args.episodes, _progress(args.episodes))
-        found: dict[str, Any] = {"episodes": args.episodes, **measure_pages(run_dir, args.rounds)}
+        found: dict[str, Any] = {"episodes": args.episodes}
+        if not args.watching_only:
+            found |= measure_pages(run_dir, args.rounds)
         found |= measure_watching(Path(work), args.turns)
     print("| metric | value |\n| --- | --- |")
     for name, value in found.items():
