@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -57,6 +58,9 @@ class Ends:
         self.calls.append(f"end {version}")
         self.decoded, self.served.version = self.sent, version
         return self.decoded
+
+    async def compute_logprobs(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
+        raise AssertionError("who has a digest needs no canary")
 
     def sync(self, version: int) -> SyncedWeights:
         if not hasattr(self, "_sync"):
