@@ -123,7 +123,7 @@ class ScriptedVllm:
 
     async def _steps(self) -> None:
         while True:
-            if self._paused or not (self._running or self._waiting):
+            while self._paused or not (self._running or self._waiting):
                 self._wake.clear()
                 await self._wake.wait()
             self._waiting.sort(key=lambda one: (one.body.get("priority", 0), one.number))

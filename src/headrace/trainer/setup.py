@@ -265,7 +265,10 @@ async def open_run(
         held.enter_context(closing(trackers))
         trackers.message(f"loading {config.model.name} for the run in {folder}; watch it with headrace view {folder}")
         values = held.enter_context(closing(StoredValues(folder / "store.sqlite")))
-        parts = await run_in_thread(assemble, config, given, values, report=trackers.progress)
+        # the folder may be NAME-2: what writes into it beside the trainer must know
+        own = config.run.model_copy(update={"dir": folder.parent, "name": folder.name})
+        placed = config.model_copy(update={"run": own})
+        parts = await run_in_thread(assemble, placed, given, values, report=trackers.progress)
         for line in placements(config):
             trackers.message(line)
         held.push_async_callback(lambda: parts.backend.close())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,9 +90,15 @@ def _server(config: RunConfig, options: VllmOptions, kind: ServerKind, number: i
     if section.urls:
         return GivenServer(section.urls[number], ask, section.start_timeout_s)
     launch = kind.launch(config, options)
-    log = config.run.dir / config.run.name / "engines" / f"{kind.name}_{number}.log"
+    log = _logs(config) / f"{kind.name}_{number}.log"
     name = f"{kind.shown} server {number}"
     return StartedServer(name, launch.command, launch.environment(), log, ask, section.start_timeout_s)
+
+
+def _logs(config: RunConfig) -> Path:
+    """In the run's folder; elsewhere for what has none, such as an evaluation."""
+    folder = config.run.dir / config.run.name
+    return folder / "engines" if folder.is_dir() else Path(tempfile.mkdtemp(prefix="headrace-engines-"))
 
 
 def new_launch(config: RunConfig, options: VllmOptions) -> Launch:

@@ -208,16 +208,17 @@ class VllmEngine:
         await self._opened()
         self._going.clear()
         await self._alive.wait()
-        await self._hold()
-        with suppress(ServerLostError, ServerRefusedError):
+        with suppress(ServerLostError):  # the one that comes in its place is paused before it serves
+            await self._hold()
             self._tokens = await self._count_tokens()  # what was still on its way when it stopped
 
     async def resume(self) -> None:
         self._check_usable()
         await self._opened()
         await self._alive.wait()
-        await self._wake()
-        await self._let_go()
+        with suppress(ServerLostError):  # the one that comes in its place starts without a pause
+            await self._wake()
+            await self._let_go()
         self._going.set()
 
     async def begin_update(self, version: int) -> None:

@@ -2,6 +2,7 @@
 
 import socket
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
@@ -21,15 +22,15 @@ def new_store(host: str, port: int, master: bool) -> TCPStore:
     return TCPStore(host, port, is_master=master, timeout=_TIMEOUT, wait_for_workers=False)
 
 
-def join_group(store: TCPStore, peer: str, rank: int, size: int) -> ProcessGroupGloo:
+def join_group(store: TCPStore, peer: str, rank: int, size: int) -> Any:
     """Returns when all have come. Rank 0 is the sender."""
-    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stubs lack it
     options._timeout = _TIMEOUT
     options._devices = [ProcessGroupGloo.create_device(hostname=local_address(peer))]
     return ProcessGroupGloo(PrefixStore("headrace", store), rank, size, options)
 
 
-def broadcast(group: ProcessGroupGloo, tensor: torch.Tensor, root: int):
+def broadcast(group: Any, tensor: torch.Tensor, root: int) -> Any:
     """Start to send or receive a tensor; `.wait()` for it."""
     options = torch.distributed.BroadcastOptions()
     options.rootRank, options.rootTensor = root, 0
