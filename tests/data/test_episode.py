@@ -267,8 +267,12 @@ def wrong_lengths() -> list[Any]:
 @pytest.mark.parametrize("length", [0, 2, 5])
 def test_a_wrong_length_is_an_error_that_names_both(kind: Any, good: dict[str, Any], name: str, length: int) -> None:
     kind(**good)
+    changed = {**good, name: (0,) * length}
+    if (name, length) == ("model_logprobs", 0):  # an engine may not know them
+        assert kind(**changed).model_logprobs == ()
+        return
     with pytest.raises(DataError) as raised:
-        kind(**{**good, name: (0,) * length})
+        kind(**changed)
     assert f"{kind.__name__}: {name} has length {length}" in str(raised.value)
     assert "3" in str(raised.value)
 

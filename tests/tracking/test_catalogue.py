@@ -79,7 +79,7 @@ def composed() -> dict[str, list[str]]:
     return {
         "episodes/<>": [f"episodes/{field.name}" for field in fields(Account)],
         "time/group_s/<>": ["time/group_s/token_place", "time/group_s/long_token_place"],
-        "drift/of/<>": ["drift/of/torch/float32"],
+        "drift/of/<>/<>": ["drift/of/torch/float32"],
         "dpo/skipped/<>": [f"dpo/skipped/{reason}" for reason in SKIP_REASONS],
         "eval/<>/<>": [*under("dev", evaluated), "eval/dev/own"],
         "policy/loss": [key for key in losses.renamed("policy/", "sft/").reduce() if key.startswith("sft/")],
