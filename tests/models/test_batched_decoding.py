@@ -90,6 +90,19 @@ def test_a_cached_prefix_is_continued(family: str) -> None:
     assert_close(list(got), [part[-1] for part in exact_logits(hf_model, rows)], 2e-5)
 
 
+def test_prefixes_of_different_lengths_are_continued_within_the_room_that_there_is() -> None:
+    hf_model, rows, begun = tiny.tiny_model("mistral_window"), tiny.random_rows(33, 65), [2, 44]
+    model = TransformersModel(hf_model)
+    cache = model.new_cache()
+    cache.ensure(2, 64)
+    model.prefill(cache, PackedRows.from_rows([row[:n] for row, n in zip(rows, begun, strict=True)]), [0, 1])
+    rest = [row[n:-1] for row, n in zip(rows, begun, strict=True)]
+    model.prefill(cache, PackedRows.from_rows(rest, begin=begun), [0, 1], begun)
+    cache.ensure(2, 65)
+    got = model.decode_logits(model.decode(cache, torch.tensor([row[-1] for row in rows]), [32, 64]))
+    assert_close(list(got), [part[-1] for part in exact_logits(hf_model, rows)], 2e-5)
+
+
 def test_slots_are_shared_moved_taken_and_put() -> None:
     model, (row,) = TransformersModel(tiny.tiny_model("gemma3")), tiny.random_rows(30)
     cache = model.new_cache()

@@ -61,10 +61,8 @@ class BatchedDecoder:
         batches: list[list[int]] = []
         for row in sorted(range(len(slots)), key=lambda row: (bool(firsts[row]), -rows.lengths[row])):
             longest = batches[-1][0] if batches else row
-            similar = rows.lengths[row] >= _FILLED * rows.lengths[longest] and bool(firsts[row]) == bool(
-                firsts[longest]
-            )
-            if self.one_by_one or not batches or not similar:
+            alike = bool(firsts[row]) == bool(firsts[longest])
+            if self.one_by_one or not batches or not alike or rows.lengths[row] < _FILLED * rows.lengths[longest]:
                 batches.append([])
             batches[-1].append(row)
         for batch in batches:
@@ -73,7 +71,7 @@ class BatchedDecoder:
     def _prefill(self, cache: SlotKeyValues, rows: Sequence[tuple[np.ndarray, int, int]]) -> None:
         lengths = np.array([len(ids) for ids, _, _ in rows])
         slots, begin = np.array([slot for _, slot, _ in rows]), np.array([first for _, _, first in rows])
-        longest, past = int(lengths.max()), int(begin.max())
+        longest, seen = int(lengths.max()), int((begin + lengths).max())
         columns = np.arange(longest)
         row_of, column_of = np.nonzero(columns < lengths[:, None])
         padded = np.zeros((len(rows), longest), dtype=np.int64)
@@ -85,12 +83,12 @@ class BatchedDecoder:
             [padded, at, slots, begin, *written], self._parts.device
         )
         cache.step = PrefillStep(
-            row_T, column_T, slot_T, position_T, begin_R, past + longest, past, slots_R if past else None
+            row_T, column_T, slot_T, position_T, begin_R, seen, seen - longest, slots_R if begin.any() else None
         )
         self._parts.run(ids_RL, last_only=True, position_ids=at_RL, past_key_values=cache, use_cache=True)
 
     def decode(self, cache: SlotKeyValues, ids_B: Tensor, lengths: Sequence[int]) -> Tensor:
-        if self._compiled is not None and cache.tensors:  # which the first step of all makes
+        if self._compiled is not None and not self.one_by_one and cache.tensors:  # which the first step of all makes
             return self._decode_compiled(self._compiled, cache, ids_B, lengths)
         ids_B, lengths_B = upload([ids_B.numpy(), np.array(lengths)], self._parts.device)
         if not self.one_by_one:
@@ -113,9 +111,8 @@ class BatchedDecoder:
         ids[:count], at[:count] = ids_B.numpy(), lengths
         ids_P, at_P, rows_P = upload([ids, at, np.arange(most)], self._parts.device)
         cache.step = DecodeStep(slice(0, most), rows_P, at_P, _power(max(lengths) + 1, LENGTH_GRAIN))
-        return compiled(ids_P, at_P, cache)[
-            :count
-        ].clone()  # the next step of a recorded graph writes to the same memory
+        states_PD = compiled(ids_P, at_P, cache)
+        return states_PD[:count].clone()  # the next step of a recorded graph writes to the same memory
 
     def _forward(self, ids_B: Tensor, at_B: Tensor, cache: SlotKeyValues) -> Tensor:
         states_B1D, _ = self._parts.run(
