@@ -91,7 +91,7 @@ class VllmEngine:
         self._epoch = 0
         self._restarts = 0
         self._reissued = 0
-        self._tokens_before = self._tokens = self._tokens_of_others = 0
+        self._tokens_before = self._tokens = self._tokens_of_others = self._answered = 0
         self._busy_s = self._busy_since = 0.0
         self._error: EngineError | None = None
         self._closed = asyncio.Event()  # by its owner, or by an error
@@ -138,6 +138,8 @@ class VllmEngine:
                 request.start_over()
                 continue
             self.server.answered()
+            self._answered += len(request.ids)
+            self._tokens = max(self._tokens, self._answered)  # the server is asked only now and then
             await self._going.wait()  # nothing is delivered between a sync and its proof
             if life != self._life():  # an answer of a server that was lost since, with weights nobody vouches for
                 request.start_over()
@@ -203,7 +205,7 @@ class VllmEngine:
     async def _count_tokens(self) -> int:
         """Tokens that this life of the server has sampled for us."""
         total = sum(map(float, _TOKENS.findall(await self._client.get("/metrics", _POLL_LIMIT_S))))
-        return int(total) - self._tokens_of_others
+        return max(int(total) - self._tokens_of_others, self._answered)
 
     # ---- weights --------------------------------------------------------------------------------------------------
 
@@ -358,7 +360,7 @@ class VllmEngine:
         """A server that was just started, or found."""
         self._facts = await inspect_server(self._client, self._options.transport, self._options.sleeps)
         await self._client.post("/update_weight_version", {"new_version": str(self._version)})
-        self._tokens_of_others = 0
+        self._tokens_of_others = self._answered = 0
         self._tokens_of_others = await self._count_tokens()
 
     async def _watch(self) -> None:
