@@ -33,7 +33,9 @@ LENGTH = 1024
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServers]:
     folder = tmp_path_factory.mktemp("model")
     # heads of 32: vLLM's attention on the CPU knows no smaller ones
-    tiny.saved_model("llama_ungrouped_tied", folder, hidden_size=128, max_position_embeddings=LENGTH)
+    # and many layers: tokens must come slowly enough to pause the server between two of them
+    shape = {"hidden_size": 128, "num_hidden_layers": 24, "max_position_embeddings": LENGTH}
+    tiny.saved_model("llama_ungrouped_tied", folder, **shape)
     for one in shared(folder, tmp_path_factory.mktemp("logs")):
         asyncio.run(one.start(64, 1, 2, 3))  # before any test: none of them waits for that long
         yield one
@@ -42,7 +44,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServers]
 class TestVllmEngine(EngineContract):
     vocabulary = tiny.VOCABULARY
     draws = 600
-    long = 700  # what has been sampled is known a little later
+    long = 400  # what has been sampled is known a little later
     crowd_tolerance = 1e-4
     pins = False
     model_logprobs = False
