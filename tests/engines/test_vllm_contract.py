@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -25,19 +26,25 @@ from headrace.weights.sync import WeightSync
 from headrace.weights.transfers.file import FileTransfer
 
 pytestmark = pytest.mark.slow
+LENGTH = 1024
 
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServers]:
     folder = tmp_path_factory.mktemp("model")
     # heads of 32: vLLM's attention on the CPU knows no smaller ones
-    tiny.saved_model("llama_ungrouped_tied", folder, hidden_size=128)
-    yield from shared(folder, tmp_path_factory.mktemp("logs"))
+    # and many layers: tokens must come slowly enough to pause the server between two of them
+    shape = {"hidden_size": 128, "num_hidden_layers": 24, "max_position_embeddings": LENGTH}
+    tiny.saved_model("llama_ungrouped_tied", folder, **shape)
+    for one in shared(folder, tmp_path_factory.mktemp("logs")):
+        asyncio.run(one.start(64, 1, 2, 3))  # before any test: none of them waits for that long
+        yield one
 
 
 class TestVllmEngine(EngineContract):
     vocabulary = tiny.VOCABULARY
     draws = 600
+    long = 400  # what has been sampled is known a little later
     crowd_tolerance = 1e-4
     pins = False
     model_logprobs = False
@@ -55,7 +62,7 @@ class TestVllmEngine(EngineContract):
         server = LentServer(self.servers, max_batch, self.hf_model)
         given = VllmOptions(
             vocabulary=self.vocabulary,
-            max_model_length=options.get("max_model_length", tiny.LENGTH - 1),
+            max_model_length=options.get("max_model_length", LENGTH - 1),
             eos_ids=tuple(options.get("eos_ids", ())),
             detokenize=tiny.detokenize,
             defaults=options.get("defaults", SamplingParams()),

@@ -65,6 +65,9 @@ class SharedServers:
             await server.start()
         return server
 
+    async def start(self, *max_batches: int) -> None:
+        await asyncio.gather(*map(self.running, max_batches))
+
     def close(self) -> None:
         for server in self._servers.values():
             if server.child is not None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -29,6 +29,7 @@ from headrace.weights.vllm_plugin.headrace_vllm.checksum import checksum
 TENSORS = {"a.weight": torch.arange(6.0).reshape(2, 3), "b.weight": torch.ones(5, dtype=torch.bfloat16)}
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 255), min_size=1, max_size=70), st.data())
 def test_a_checksum_changes_with_any_byte(values: list[int], data: st.DataObject) -> None:
     tensor = torch.tensor(values, dtype=torch.uint8)

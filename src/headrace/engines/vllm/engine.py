@@ -21,7 +21,15 @@ from headrace.engines.request import Detokenize, Request, checked_ids
 from headrace.engines.servers.client import ServerClient, ServerRefusedError
 from headrace.engines.servers.server import Server
 from headrace.engines.vllm.checks import ServerFacts, inspect_server
-from headrace.engines.vllm.messages import AbortedError, generate_body, row_logprobs, score_body, take_answer
+from headrace.engines.vllm.messages import (
+    AbortedError,
+    generate_body,
+    row_logprobs,
+    score_body,
+    score_token_body,
+    take_answer,
+    token_logprob,
+)
 from headrace.errors import DataError, EngineError, ServerLostError
 from headrace.weights.base import Endpoint
 from headrace.weights.names import adapter_name
@@ -83,7 +91,7 @@ class VllmEngine:
         self._epoch = 0
         self._restarts = 0
         self._reissued = 0
-        self._tokens_before = self._tokens = 0
+        self._tokens_before = self._tokens = self._tokens_of_others = self._answered = 0
         self._busy_s = self._busy_since = 0.0
         self._error: EngineError | None = None
         self._closed = asyncio.Event()  # by its owner, or by an error
@@ -130,6 +138,8 @@ class VllmEngine:
                 request.start_over()
                 continue
             self.server.answered()
+            self._answered += len(request.ids)
+            self._tokens = max(self._tokens, self._answered)  # the server is asked only now and then
             await self._going.wait()  # nothing is delivered between a sync and its proof
             if life != self._life():  # an answer of a server that was lost since, with weights nobody vouches for
                 request.start_over()
@@ -178,8 +188,12 @@ class VllmEngine:
     async def _score(self, row: Sequence[int]) -> list[float]:
         if len(row) < 2:
             return []
-        answer = await self._post("/inference/v1/generate", score_body(row, self._model(self._version)))
-        return row_logprobs(row, answer, self.server.url)
+        model, path, url = self._model(self._version), "/inference/v1/generate", self.server.url
+        if not self._adapters:
+            return row_logprobs(row, await self._post(path, score_body(row, model)), url)
+        places = range(1, len(row))
+        answers = await asyncio.gather(*(self._post(path, score_token_body(row, at, model)) for at in places))
+        return [token_logprob(row[at], answer, url) for at, answer in zip(places, answers, strict=True)]
 
     async def _hold(self) -> None:
         """Have the server stop between two tokens, with all it has."""
@@ -189,8 +203,9 @@ class VllmEngine:
         await self._post("/resume")
 
     async def _count_tokens(self) -> int:
-        """Tokens that this life of the server has sampled."""
-        return int(sum(map(float, _TOKENS.findall(await self._client.get("/metrics", _POLL_LIMIT_S)))))
+        """Tokens that this life of the server has sampled for us."""
+        total = sum(map(float, _TOKENS.findall(await self._client.get("/metrics", _POLL_LIMIT_S))))
+        return max(int(total) - self._tokens_of_others, self._answered)
 
     # ---- weights --------------------------------------------------------------------------------------------------
 
@@ -345,6 +360,8 @@ class VllmEngine:
         """A server that was just started, or found."""
         self._facts = await inspect_server(self._client, self._options.transport, self._options.sleeps)
         await self._client.post("/update_weight_version", {"new_version": str(self._version)})
+        self._tokens_of_others = self._answered = 0
+        self._tokens_of_others = await self._count_tokens()
 
     async def _watch(self) -> None:
         """Looks on an interval whether the server lives, and how many tokens it has sampled."""

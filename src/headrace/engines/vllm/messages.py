@@ -48,6 +48,25 @@ def score_body(row: Sequence[int], model: str) -> dict[str, Any]:
     return {"model": model, "token_ids": list(row), "sampling_params": sampling}
 
 
+def score_token_body(row: Sequence[int], at: int, model: str) -> dict[str, Any]:
+    """A request for the log-probability of one token of a row. vLLM fails to score whole rows with adapters."""
+    sampling = {
+        "temperature": 1.0, "max_tokens": 1, "logprobs": 2, "logprob_token_ids": [row[at]], "detokenize": False,
+    }  # fmt: skip
+    return {"model": model, "token_ids": list(row[:at]), "sampling_params": sampling}
+
+
+def token_logprob(token: int, answer: Any, url: str) -> float:
+    """The answer to `score_token_body`."""
+    try:
+        (entry,) = answer["choices"][0]["logprobs"]["content"]
+        found = {one["token_id"]: one["logprob"] for one in (entry, *entry["top_logprobs"])}[token]
+    except (KeyError, TypeError, ValueError):
+        raise EngineError(f"{url} did not score the token {token}: {str(answer)[:200]}") from None
+    require_finite([found], url)
+    return found
+
+
 def take_answer(request: Request, answer: Any, version: int | None, url: str) -> str:
     """Append what was sampled, as far as the reply goes; why it ended.
 
