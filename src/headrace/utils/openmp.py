@@ -19,8 +19,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.utils.time_slices import shorten_time_slices
-
 _CHOSEN_BY_USER = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 _LOOK_S = 0.2
 _SPARE = 0.4
@@ -62,10 +60,6 @@ class SleepingThreads:
     def __init__(self, runtime: Path) -> None:
         self._runtime = ctypes.CDLL(str(runtime))
         self._off: threading.Event | None = None
-
-    @property
-    def is_on(self) -> bool:
-        return self._off is not None
 
     def switch(self, on: bool) -> None:
         """A team belongs to the thread that made it, and ends with it."""
@@ -132,7 +126,5 @@ def _watch(threads: SleepingThreads) -> None:
         now = cpu_times()
         if now is None:
             return
-        if load.look(before, now) and not threads.is_on:
-            shorten_time_slices()
-        threads.switch(load.busy)
+        threads.switch(load.look(before, now))
         before = now
