@@ -113,6 +113,7 @@ class TestFastPath(TorchEngineContract):
 class TestTransformersForward(TorchEngineContract):
     family = "llama"
     fast_path = False
+    crowd_tolerance = 5e-5  # torch's products round otherwise for one row than for two: 1.7e-5 was seen
     long = 100
     draws = 400
     others = 20
