@@ -27,8 +27,7 @@ def serve_view(options: ViewOptions, report: Callable[[str], None], open_browser
     """Serve until interrupted; `report` gets the lines that people are to see."""
     listening = _listen(options)
     url = url_of(options, listening)
-    with contextlib.suppress(OSError, AttributeError):
-        os.nice(_NICE)
+    _step_back()
 
     async def serve() -> None:
         async with _serving(options, listening) as (server, viewer, serving):
@@ -45,6 +44,14 @@ def serve_view(options: ViewOptions, report: Callable[[str], None], open_browser
 
     asyncio.run(serve())
     report("stopped")
+
+
+def _step_back() -> None:
+    """Leave the cores to the run that is watched. Its ledger is written at low priority, too: ours is the lowest."""
+    with contextlib.suppress(OSError, AttributeError):
+        os.nice(_NICE)
+    with contextlib.suppress(OSError, AttributeError):  # Linux only; threads that are started later inherit it
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
 @contextlib.asynccontextmanager
