@@ -50,9 +50,8 @@ def score_body(row: Sequence[int], model: str) -> dict[str, Any]:
 
 def score_token_body(row: Sequence[int], at: int, model: str) -> dict[str, Any]:
     """A request for the log-probability of one token of a row. vLLM fails to score whole rows with adapters."""
-    sampling = {
-        "temperature": 1.0, "max_tokens": 1, "logprobs": 2, "logprob_token_ids": [row[at]], "detokenize": False,
-    }  # fmt: skip
+    ids = [row[at], 0 if row[at] else 1]  # the sampled token comes first, and as many as there are ids in all
+    sampling = {"temperature": 1.0, "max_tokens": 1, "logprobs": 2, "logprob_token_ids": ids, "detokenize": False}
     return {"model": model, "token_ids": list(row[:at]), "sampling_params": sampling}
 
 
