@@ -117,7 +117,6 @@ class TestTransformersForward(TorchEngineContract):
     long = 100
     draws = 400
     others = 20
-    crowd_tolerance = 1e-4  # products of other shapes round otherwise
 
 
 class TestOtherArchitecture(TorchEngineContract):
