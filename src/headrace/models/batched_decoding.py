@@ -61,8 +61,8 @@ class BatchedDecoder:
         batches: list[list[int]] = []
         for row in sorted(range(len(slots)), key=lambda row: (bool(firsts[row]), -rows.lengths[row])):
             longest = batches[-1][0] if batches else row
-            alike = bool(firsts[row]) == bool(firsts[longest])
-            if self.one_by_one or not batches or not alike or rows.lengths[row] < _FILLED * rows.lengths[longest]:
+            same_kind = bool(firsts[row]) == bool(firsts[longest])
+            if self.one_by_one or not batches or not same_kind or rows.lengths[row] < _FILLED * rows.lengths[longest]:
                 batches.append([])
             batches[-1].append(row)
         for batch in batches:
