@@ -12,6 +12,7 @@ from test_process_contract import folder
 
 from contracts.engine_harness import Start, soon, submitted, under_way
 from fork_server import SMOKE
+from headrace.engines.base import SamplingParams
 from headrace.engines.pool import EnginePool
 from headrace.engines.process.engine import ProcessEngine
 from headrace.engines.process.wire import EngineOptions
@@ -29,6 +30,13 @@ class TestPool(_OneProcess):
             for replica in pool.replicas:
                 os.kill(replica.engine.pid, signal.SIGUSR1)
         return SMOKE
+
+    async def test_short_requests_do_not_wait_for_long_ones(self, start: Start) -> None:
+        engine = start(max_batch=2)
+        # both replicas have started: one that is still loading takes longer than the other's long request
+        params = SamplingParams(max_tokens=2)
+        await asyncio.gather(*(soon(engine.generate(self.prompt(5, seed), params, seed)) for seed in range(16)))
+        await super().test_short_requests_do_not_wait_for_long_ones(lambda **_: engine)
 
     async def test_health_counts(self, start: Start) -> None:
         """Each replica has as many slots as an engine that is alone."""
