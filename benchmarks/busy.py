@@ -13,11 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -37,8 +39,9 @@ TURNS = 2
 LONGEST_S = 600
 TARGETS = {"quiet / other checkout": 1.03, "busy / quiet": 3.0}
 LOAD = """
-import os, sys, time
+import os, signal, sys, time
 parent, end = os.getppid(), time.monotonic() + float(sys.argv[1])
+os.kill(os.getpid(), signal.SIGSTOP)
 while os.getppid() == parent and time.monotonic() < end:
     sum(range(20000))
 """
@@ -49,9 +52,8 @@ class Steps(Callback):
     """Notes how long steps take, and switches the load on and off between them."""
 
     steps: int
-    busy: int
+    load: list[subprocess.Popen[bytes]]
     taken: dict[str, list[float]] = field(default_factory=lambda: {"quiet": [], "busy": []})
-    _load: list[subprocess.Popen[bytes]] = field(default_factory=list)
     _made: int = 0
     _began: float = 0.0
 
@@ -62,26 +64,29 @@ class Steps(Callback):
             self.taken["busy" if turn % 2 else "quiet"].append(now - self._began)
         self._made += 1
         if self._made > WARM_UP and (self._made - WARM_UP) % self.steps == 0:
-            self.end() if turn % 2 else self._begin()
+            for process in self.load:
+                process.send_signal(signal.SIGSTOP if turn % 2 else signal.SIGCONT)
+            time.sleep(0.2)
         self._began = time.perf_counter()
 
-    def _begin(self) -> None:
-        command = [sys.executable, "-I", "-S", "-c", LOAD, str(LONGEST_S)]
-        self._load = [subprocess.Popen(command) for _ in range(self.busy)]
-        time.sleep(0.2)
 
-    def end(self) -> None:
-        """Stop the load."""
-        for process in self._load:
+@contextmanager
+def background_load(processes: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Processes that wait for SIGCONT. They are there before the run, whose threads may have other time slices."""
+    command = [sys.executable, "-I", "-S", "-c", LOAD, str(LONGEST_S)]
+    started = [subprocess.Popen(command) for _ in range(processes)]
+    try:
+        yield started
+    finally:
+        for process in started:
             process.kill()
             process.wait()
-        self._load = []
 
 
 def measure(steps: int, busy: int) -> dict[str, list[float]]:
     """Seconds of steps, quiet and busy, with the checkout that is on the path."""
-    noted = Steps(steps, busy)
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, background_load(busy) as load:
+        noted = Steps(steps, load)
         config = RunConfig.model_validate(
             {
                 "run": {"dir": scratch},
@@ -93,10 +98,7 @@ def measure(steps: int, busy: int) -> dict[str, list[float]]:
                 "track": {"trackers": ["jsonl"], "plot": False},
             }
         )
-        try:
-            UnifiedTrainer(config, callbacks=[noted]).fit()
-        finally:
-            noted.end()
+        UnifiedTrainer(config, callbacks=[noted]).fit()
     return noted.taken
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -52,7 +53,8 @@ def test_ranks_end_with_their_controller_in_the_middle_of_a_call() -> None:
     asking.start()
     time.sleep(0.5)
     for worker in workers:
-        worker.connection.shutdown(2)  # what the end of this process does to it
+        with suppress(OSError):  # the call has ended with the first and closed the rest
+            worker.connection.shutdown(2)  # what the end of this process does to it
     assert [worker._process.wait(30) for worker in workers] == [0, 0]
     asking.join(30)
 

@@ -31,12 +31,19 @@ class TestPool(_OneProcess):
                 os.kill(replica.engine.pid, signal.SIGUSR1)
         return SMOKE
 
-    async def test_short_requests_do_not_wait_for_long_ones(self, start: Start) -> None:
-        engine = start(max_batch=2)
-        # both replicas have started: one that is still loading takes longer than the other's long request
+    async def loaded(self, engine: Any) -> Start:
+        """Once both replicas serve: loading one takes longer than the other's long request."""
         params = SamplingParams(max_tokens=2)
         await asyncio.gather(*(soon(engine.generate(self.prompt(5, seed), params, seed)) for seed in range(16)))
-        await super().test_short_requests_do_not_wait_for_long_ones(lambda **_: engine)
+        return lambda **_: engine
+
+    async def test_short_requests_do_not_wait_for_long_ones(self, start: Start) -> None:
+        started = await self.loaded(start(max_batch=2))
+        await super().test_short_requests_do_not_wait_for_long_ones(started)
+
+    async def test_recomputing_serves_all_that_are_in_flight(self, start: Start) -> None:
+        started = await self.loaded(start(cache_on_publish="recompute", prefill_tokens=50))
+        await super().test_recomputing_serves_all_that_are_in_flight(started)
 
     async def test_health_counts(self, start: Start) -> None:
         """Each replica has as many slots as an engine that is alone."""

@@ -13,6 +13,7 @@ from headrace.utils.openmp import CpuTimes, Load, cpu_times, loaded_runtime
 PLAIN = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
 
 WATCHES = """
+import torch  # before headrace: too late for its own choice
 import threading
 from headrace.models.tensor_threads import run_apart
 run_apart(int)
@@ -59,13 +60,17 @@ def looks(load: Load, *shares: tuple[float, float]) -> list[bool]:
 
 
 def test_a_machine_is_busy_once_others_take_what_this_process_needs() -> None:
-    assert looks(Load(2), (0.0, 2.0), (0.3, 1.7), (1.0, 1.0), (1.0, 0.8)) == [False, False, True, True]
-    assert looks(Load(2), (1.0, 1.0), (1.2, 1.0)) == [False, False], "a process with one thread has room beside one"
-    assert looks(Load(64), (10.0, 16.0), (40.0, 16.0), (50.0, 14.0)) == [False, False, True]
+    assert looks(Load(2, 2), (0.0, 2.0), (0.3, 1.7), (1.0, 1.0), (1.0, 0.8)) == [False, False, True, True]
+    assert looks(Load(2, 1), (1.0, 1.0), (1.2, 1.0)) == [False, False], "a process with one thread has room beside one"
+    assert looks(Load(64, 16), (10.0, 16.0), (40.0, 16.0), (50.0, 14.0)) == [False, False, True]
+
+
+def test_a_machine_that_is_busy_before_this_process_does_anything_is_busy() -> None:
+    assert looks(Load(2, 2), (2.0, 0.0), (1.4, 0.6), (1.3, 0.7)) == [True, True, True]
 
 
 def test_a_machine_is_quiet_again_after_some_looks_and_not_between_two() -> None:
-    load = Load(2)
+    load = Load(2, 2)
     assert looks(load, (0.0, 2.0), (4.0, 0.5), (0.0, 1.5), (4.0, 0.5), (0.0, 1.5), (0.0, 1.5), (0.0, 1.5)) == [
         False, True, True, True, True, True, False,
     ]  # fmt: skip
@@ -87,6 +92,21 @@ def test_tensor_threads_adapt_to_the_load_unless_the_user_has_chosen(chosen: dic
     if cpu_times() is None:
         pytest.skip("this system has no /proc/stat")
     assert run(WATCHES, **chosen).split() == [str(watches)]
+
+
+@pytest.mark.parametrize(
+    ("script", "chosen", "spins"),
+    [
+        ("import headrace, torch", {}, "600"),
+        ("import torch, headrace", {}, "None"),
+        ("import headrace", {"GOMP_SPINCOUNT": "7"}, "7"),
+        ("import headrace", {"OMP_WAIT_POLICY": "PASSIVE"}, "None"),
+    ],
+)
+def test_spinning_is_limited_before_torch_is_loaded_unless_the_user_has_chosen(
+    script: str, chosen: dict[str, str], spins: str
+) -> None:
+    assert run(f"{script}\nimport os; print(os.environ.get('GOMP_SPINCOUNT'))", **chosen).split() == [spins]
 
 
 def test_threads_that_are_told_to_sleep_burn_no_time_between_operations() -> None:

@@ -192,7 +192,7 @@ def test_keys_go_through_rows_and_pages(looker: Looker) -> None:
     page.keyboard.press("Escape")
     page.wait_for_selector("dialog", state="hidden")
     page.keyboard.press("t")
-    assert page.get_attribute("html", "data-theme") == "dark"
+    page.wait_for_selector('html[data-theme="dark"]')
     looker.check()
 
 

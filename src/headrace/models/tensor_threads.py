@@ -70,8 +70,7 @@ class TensorThread:
     def _run(self) -> None:
         # makes the number of threads that was set hold here too: a thread whose first operation is a matrix product
         # would have OpenMP's own, by the environment
-        torch.get_num_threads()
-        adapt_to_load()
+        adapt_to_load(torch.get_num_threads())
         while True:
             with self._changed:
                 while not self._calls and self._stays:

@@ -1,25 +1,29 @@
-"""How OpenMP threads wait for each other: awake on a quiet machine, asleep on a busy one.
+"""How OpenMP threads wait for each other.
 
 OpenMP threads wait for each other after every tensor operation. GNU's OpenMP, which torch ships, spins for milliseconds
-before it sleeps. On a quiet machine that is right: most waits are shorter than falling asleep and waking up, and a step
-without spinning takes 1.4 times as long. On a busy machine the spinning threads take the cores from the thread that
-they wait for, and a step takes ten times as long.
+before it sleeps. On a busy machine the spinning threads take the cores from the thread that they wait for, and a step
+takes ten times as long. Without any spinning, a step on a quiet machine takes 1.4 times as long. Some microseconds cover
+nearly all waits of a quiet machine and do no harm on a busy one, so that is what `limit_spinning` asks for. OpenMP reads
+it when it is loaded.
 
-So a thread watches what other processes take of the machine. While that and this process's own threads are more than
-there are cores, it makes OpenMP sleep at once. OpenMP has no call for it, but a rule: while a process has more OpenMP
-threads than there are cores, none of them spins. A team of idle threads makes it so, and its end undoes it.
+If torch was loaded first, a thread watches what other processes take of the machine. While that and this process's
+tensor threads are more than there are cores, it makes OpenMP sleep at once. OpenMP has no call for it, but a rule: while
+a process has more OpenMP threads than there are cores, none of them spins for long. A team of idle threads makes it so,
+and its end undoes it.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 _CHOSEN_BY_USER = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+_SPINS = 600  # about ten microseconds
 _LOOK_S = 0.2
 _SPARE = 0.4
 """Cores by which the machine may be overcommitted: the measurement is coarse, and there is always some other work."""
@@ -29,17 +33,25 @@ _QUIET_LOOKS = 3
 _started = threading.Lock()
 
 
-def adapt_to_load() -> None:
+def limit_spinning() -> None:
+    """Have the OpenMP of this process and of its children spin briefly, if it is not loaded and the user chose nothing."""
+    if "torch" not in sys.modules and not any(name in os.environ for name in _CHOSEN_BY_USER):
+        os.environ["GOMP_SPINCOUNT"] = str(_SPINS)
+
+
+def adapt_to_load(threads: int) -> None:
     """Watch the load for as long as the process lives. Call it once torch is loaded; again, it does nothing.
 
-    Nothing happens where the user chose how threads wait, with another OpenMP, or on another system than Linux.
+    `threads` is how many this process uses for a tensor operation.
+
+    Nothing happens where it was chosen how threads wait, with another OpenMP, or on another system than Linux.
     """
     if not _started.acquire(blocking=False):
         return
     runtime = loaded_runtime()
     if runtime is None or any(name in os.environ for name in _CHOSEN_BY_USER) or cpu_times() is None:
         return
-    watch = threading.Thread(target=_watch, args=(SleepingThreads(runtime),), name="headrace-load-watch", daemon=True)
+    watch = threading.Thread(target=_watch, args=(SleepingThreads(runtime), threads), name="headrace-load-watch", daemon=True)
     watch.start()
 
 
@@ -100,31 +112,27 @@ def cpu_times() -> CpuTimes | None:
 class Load:
     """Decides whether the machine is busy: at once that it is, after some looks that it is not."""
 
-    def __init__(self, cores: int) -> None:
-        self._cores = cores
-        self._most = 0.0  # cores that this process took at most, while its threads could spin
+    def __init__(self, cores: int, threads: int) -> None:
+        self._spare = max(0, cores - threads) + _SPARE
         self._quiet = 0
         self.busy = False
 
     def look(self, before: CpuTimes, now: CpuTimes) -> bool:
-        """What other processes took since the last look, and this one takes if it can: more than there is?"""
+        """Did other processes take more, since the last look, than this one's threads leave?"""
         elapsed_s = now.at - before.at
-        own = (now.own - before.own) / elapsed_s
-        others = (now.machine - before.machine) / elapsed_s - own
-        if not self.busy:
-            self._most = min(self._cores, max(self._most, own))
-        over = others + self._most > self._cores + _SPARE
+        others = (now.machine - before.machine - (now.own - before.own)) / elapsed_s
+        over = others > self._spare
         self._quiet = 0 if over else self._quiet + 1
         self.busy = over or (self.busy and self._quiet < _QUIET_LOOKS)
         return self.busy
 
 
-def _watch(threads: SleepingThreads) -> None:
-    load, before = Load(os.cpu_count() or 1), cpu_times()
+def _watch(waiting: SleepingThreads, threads: int) -> None:
+    load, before = Load(os.cpu_count() or 1, threads), cpu_times()
     while before is not None:
         time.sleep(_LOOK_S)
         now = cpu_times()
         if now is None:
             return
-        threads.switch(load.look(before, now))
+        waiting.switch(load.look(before, now))
         before = now

@@ -237,7 +237,7 @@ function toggleTheme() {
 }
 
 document.addEventListener("keydown", (event) => {
-  if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest?.("input, select, textarea, dialog"))
+  if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest?.("input, select, textarea, dialog[open]"))
     return;
   const action = ACTIONS[event.key];
   if (action) {
