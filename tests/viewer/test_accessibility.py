@@ -47,9 +47,9 @@ LOW_CONTRAST = """() => {
     const style = getComputedStyle(element), under = behind(element), ink = over(parse(style.color), under);
     const [a, b] = [light(ink), light(under)].sort((x, y) => y - x), size = parseFloat(style.fontSize);
     const large = size >= 24 || (size >= 18.6 && style.fontWeight >= 700);
-    const contrast = (a + 0.05) / (b + 0.05);
+    const contrast = (a + 0.05) / (b + 0.05), text = texts.currentNode.data.trim().slice(0, 30);
     if (contrast < (large ? 3 : 4.5))
-      found.push(`${contrast.toFixed(2)} <${element.tagName.toLowerCase()} class="${element.className}"> ${texts.currentNode.data.trim().slice(0, 30)}`);
+      found.push(`${contrast.toFixed(2)} ${element.tagName} "${element.className}": ${text}`);
   }
   return [...new Set(found)];
 }"""

@@ -2,14 +2,14 @@
 
 OpenMP threads wait for each other after every tensor operation. GNU's OpenMP, which torch ships, spins for milliseconds
 before it sleeps. On a busy machine the spinning threads take the cores from the thread that they wait for, and a step
-takes ten times as long. Without any spinning, a step on a quiet machine takes 1.4 times as long. Some microseconds cover
-nearly all waits of a quiet machine and do no harm on a busy one, so that is what `limit_spinning` asks for. OpenMP reads
-it when it is loaded.
+takes ten times as long. Without any spinning, a quiet machine pays for falling asleep and waking up. Some microseconds
+cover nearly all waits of a quiet machine and do no harm on a busy one, so `limit_spinning` asks for them. OpenMP reads
+that when it is loaded.
 
 If torch was loaded first, a thread watches what other processes take of the machine. While that and this process's
-tensor threads are more than there are cores, it makes OpenMP sleep at once. OpenMP has no call for it, but a rule: while
-a process has more OpenMP threads than there are cores, none of them spins for long. A team of idle threads makes it so,
-and its end undoes it.
+tensor threads are more than there are cores, it makes OpenMP sleep at once. OpenMP has no call for it, but a rule:
+while a process has more OpenMP threads than there are cores, none of them spins for long. A team of idle threads makes
+it so, and its end undoes it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _started = threading.Lock()
 
 
 def limit_spinning() -> None:
-    """Have the OpenMP of this process and of its children spin briefly, if it is not loaded and the user chose nothing."""
+    """Have the OpenMP of this process and its children spin briefly, unless it is loaded or the user chose."""
     if "torch" not in sys.modules and not any(name in os.environ for name in _CHOSEN_BY_USER):
         os.environ["GOMP_SPINCOUNT"] = str(_SPINS)
 
@@ -51,7 +51,9 @@ def adapt_to_load(threads: int) -> None:
     runtime = loaded_runtime()
     if runtime is None or any(name in os.environ for name in _CHOSEN_BY_USER) or cpu_times() is None:
         return
-    watch = threading.Thread(target=_watch, args=(SleepingThreads(runtime), threads), name="headrace-load-watch", daemon=True)
+    watch = threading.Thread(
+        target=_watch, args=(SleepingThreads(runtime), threads), name="headrace-load-watch", daemon=True
+    )
     watch.start()
 
 
