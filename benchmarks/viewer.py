@@ -87,7 +87,7 @@ def pages(run: str, facts: dict[str, int], rng: random.Random) -> dict[str, str]
         "search_filter": f"{base}/episodes?{rng.choice(('state=failed', 'reward_min=1', 'termination=timeout'))}",
         "search_text": f"{base}/episodes?text={rng.choice(words).replace(' ', '+')}",
         "timeline": f"{base}/timeline?start={at:.1f}&end={at + 60:.1f}",
-        "compare_steps": f"/api/compare?a={run}@{step}&b={run}@{1 + rng.randrange(facts['steps'])}",
+        "compare_steps": f"/api/compare?a={run}@{step}&b={run}@{max(1, step - 20)}-{step}",
         "evaluated": f"{base}/evaluated/{1 + rng.randrange(facts['evaluated'])}",
     }
 
