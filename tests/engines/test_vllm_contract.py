@@ -46,7 +46,7 @@ class TestVllmEngine(EngineContract):
     vocabulary = tiny.VOCABULARY
     draws = 600
     long = 700  # what has been sampled is known a little later
-    # two implementations in float32, over 700 tokens of a random model that is sure of much: 1.4e-4 at most, 1e-5 mostly
+    # two implementations in float32, over 700 tokens of a random model: 1.4e-4 at most, mostly 1e-5
     tolerance = 3e-4
     crowd_tolerance = 1e-4
     pins = False

@@ -179,6 +179,18 @@ def test_adapters_work_in_every_forward(family: str, targets: tuple[str, ...]) -
         )
 
 
+def test_shared_prefixes_work_in_bfloat16() -> None:
+    hf_model = tiny.tiny_model("llama", torch.bfloat16)
+    stem = tiny.random_rows(12)[0]
+    rows = [[*stem, *end] for end in tiny.random_rows(5, 9, 3)]
+    model = build_causal_model(hf_model)
+    shared = PackedRows.from_rows(rows, share=True)
+    states_ND = model.hidden(shared)
+    got = list(model.logits(states_ND[shared.where_T]).split([len(row) for row in rows]))
+    assert_close(got, packed_logits(model, rows), 0.4)
+    states_ND.float().sum().backward()
+
+
 def test_adapters_of_a_wider_type_than_the_model_work() -> None:
     hf_model, rows = tiny.add_lora(tiny.tiny_model("llama", torch.bfloat16), *ALL_LINEAR), tiny.random_rows(*LENGTHS)
     assert {p.dtype for p in hf_model.parameters() if p.requires_grad} == {torch.float32}

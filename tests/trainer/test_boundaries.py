@@ -88,6 +88,15 @@ async def raises_its_own() -> None:
     raise Escape("mine")
 
 
+class Unreadable(Escape):
+    def __str__(self) -> str:
+        sys.exit(0)
+
+
+async def raises_what_cannot_be_shown() -> None:
+    raise Unreadable
+
+
 async def exits_in_a_task() -> None:
     await asyncio.create_task(exits())
 
@@ -116,7 +125,7 @@ def cancelled_in_a_thread() -> None:
 
 ESCAPES: list[Callable[[], Any]] = [
     exits, interrupts, cancels_itself, cancels_itself_at_its_end, raises_cancelled, raises_generator_exit,
-    raises_its_own, exits_in_a_task, exits_in_a_group, leaves_a_task_that_exits, exits_in_a_thread,
+    raises_its_own, raises_what_cannot_be_shown, exits_in_a_task, exits_in_a_group, leaves_a_task_that_exits, exits_in_a_thread,
     stops_iteration_in_a_thread, cancelled_in_a_thread,
 ]  # fmt: skip
 every_escape = pytest.mark.parametrize("escape", ESCAPES, ids=lambda function: function.__name__)
@@ -311,6 +320,46 @@ async def test_code_that_blocks_the_event_loop_is_interrupted_when_its_time_is_o
             blocks()
         await asyncio.sleep(0.3)
     assert time.monotonic() - start < 30
+
+
+SWALLOWS = """
+import asyncio, time
+from headrace.utils import interrupts, loopwatch
+from headrace.utils.deadline import call_user
+loopwatch._LOOK_S, loopwatch._PATIENCE = 0.1, 3
+
+async def swallows():
+    while True:
+        try:
+            time.sleep(1000)
+        except BaseException:
+            pass
+
+async def main():
+    with loopwatch.watched_loop(print, blocked_s=0.1, limit_s=0.2):
+        await call_user("the workflow", swallows, limit_s=0.2)
+
+interrupts.take_over_signals()
+asyncio.run(main())
+"""
+
+LEAVES = """
+import threading, time
+from headrace.utils import interrupts
+interrupts._THREADS_S = 0.2
+threading.Thread(target=time.sleep, args=(1000,), name="my upload").start()
+interrupts.exit_process(0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "said"),
+    [(SWALLOWS, 1, "has ignored 4 interruptions; the process ends"), (LEAVES, 0, "not waited for: my upload")],
+)
+def test_a_process_ends_whatever_user_code_ignores_or_leaves(tmp_path: Path, script: str, code: int, said: str) -> None:
+    (tmp_path / "own.py").write_text(script)
+    done = subprocess.run([sys.executable, "own.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == code and said in done.stderr, done.stderr
 
 
 @pytest.mark.usefixtures("quick_looks")

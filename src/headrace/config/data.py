@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -164,7 +164,7 @@ class EvalSection(Section):
     """Evaluate before the first step."""
     after: bool = True
     """Evaluate after the last step."""
-    sets: dict[str, EvalSet] = {}
+    sets: dict[Annotated[str, Field(pattern=r"^[^/\s]+$")], EvalSet] = {}
     """Evaluation sets by name."""
     metrics: tuple[str, ...] = ()
     """"module:function" of your own, from the episodes of a set (a list per task) to {name: number}."""

@@ -117,6 +117,18 @@ def _is(left: Any, right: Any) -> bool:
     return left is right or (type(left) is type(right) and left == right)
 
 
+def _in(item: Any, values: Any) -> bool:
+    """Of a range, only integers are looked up at once; anything else is compared with every number."""
+    if type(values) is range and type(item) not in (int, bool):
+        if not isinstance(item, (float, Fraction)):
+            finite(values)
+        elif item != item or abs(item) == math.inf or item != int(item):
+            return False
+        else:
+            item = int(item)
+    return item in values
+
+
 COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
@@ -126,8 +138,8 @@ COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
     ast.GtE: operator.ge,
     ast.Is: _is,
     ast.IsNot: lambda left, right: not _is(left, right),
-    ast.In: lambda left, right: left in right,
-    ast.NotIn: lambda left, right: left not in right,
+    ast.In: _in,
+    ast.NotIn: lambda left, right: not _in(left, right),
 }
 
 
@@ -262,9 +274,21 @@ _MATH = (
 _RANDOM = "random randint randrange uniform choice choices sample shuffle gauss seed"
 
 
+class BoundedRandom(random.Random):
+    """Draws no more at a time than a test may hold."""
+
+    def choices(self, population: Any, weights: Any = None, *, cum_weights: Any = None, k: int = 1) -> list[Any]:
+        _check(k, _MOST_ITEMS)
+        return super().choices(population, weights, cum_weights=cum_weights, k=k)
+
+    def sample(self, population: Any, k: int, *, counts: Any = None) -> list[Any]:
+        _check(k, _MOST_ITEMS)
+        return super().sample(population, k, counts=counts)
+
+
 def modules() -> dict[str, Any]:
     """What may be imported, new for each test: random numbers are the same each time."""
-    chance = random.Random(0)
+    chance = BoundedRandom(0)
     return {
         "math": {
             name: getattr(math, name) for name in f"{_MATH} radians degrees isclose pi e inf nan tau fsum dist".split()
@@ -272,7 +296,7 @@ def modules() -> dict[str, Any]:
         | {name: _bounded(getattr(math, name), 4096) for name in ("gcd", "lcm", "isqrt")}
         | {"factorial": _factorial, "perm": _combinations, "prod": _product, "pow": math.pow}
         | {"comb": lambda many, few: _combinations(many, few) // _factorial(few)},
-        "random": {name: getattr(chance, name) for name in _RANDOM.split()} | {"Random": random.Random},
+        "random": {name: getattr(chance, name) for name in _RANDOM.split()} | {"Random": BoundedRandom},
         "string": {name: getattr(string, name) for name in string.__all__ if isinstance(getattr(string, name), str)},
         "copy": {"copy": copy.copy, "deepcopy": copy.deepcopy},
         "collections": {"Counter": _counter, "OrderedDict": _dict},
@@ -324,7 +348,7 @@ METHODS: dict[type, frozenset[str]] = {
     int: _words("bit_length bit_count conjugate"),
     float: _words("is_integer hex conjugate"),
     complex: _words("conjugate"),
-    random.Random: _words(_RANDOM),
+    BoundedRandom: _words(_RANDOM),
 }
 METHODS[frozenset] = METHODS[set]
 _KINDS = (bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict)

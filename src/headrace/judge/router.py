@@ -16,6 +16,7 @@ from headrace.judge.base import JudgeError, Judger, Verdict, as_judger, ends_the
 from headrace.judge.compose import Holder, make_judger
 from headrace.registry import load_object, nearest, resolve
 from headrace.utils.deadline import Call
+from headrace.utils.usercode import reason_of
 
 log = logging.getLogger("headrace")
 
@@ -99,7 +100,7 @@ class GuardedJudger(Holder):
                 self.failed += 1
                 stop = self._rules.on_failure == "stop"
                 hint = '; the run ends because judge.on_failure is "stop"' if stop else ""
-                raise JudgeError(f"{type(error).__name__}: {error}{hint}", stop, tried_again=True) from error
+                raise JudgeError(f"{reason_of(error)}{hint}", stop, tried_again=True) from error
             finally:
                 self.time_s += loop.time() - start
             self.judged += 1

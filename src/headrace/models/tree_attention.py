@@ -104,7 +104,8 @@ def _weigh_in(out_NHd: Tensor, sum_NH: Tensor, tokens: slice, more_1HQd: Tensor,
     """Add what the tokens see elsewhere."""
     more_QH = sum_1HQ[0].t()
     total_QH = torch.logaddexp(sum_NH[tokens], more_QH)
-    out_NHd[tokens].lerp_(more_1HQd[0].transpose(0, 1), (more_QH - total_QH).exp_()[..., None])
+    weights_QH1 = (more_QH - total_QH).exp_()[..., None].to(out_NHd.dtype)
+    out_NHd[tokens].lerp_(more_1HQd[0].transpose(0, 1), weights_QH1)
     sum_NH[tokens] = total_QH
 
 

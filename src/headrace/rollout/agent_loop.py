@@ -247,7 +247,7 @@ class AgentLoop:
             except Exception as error:
                 if isinstance(error, JudgeError) or ends_the_run(error):
                     raise
-                raise JudgeError(f"{type(error).__name__}: {error}") from error
+                raise JudgeError(reason_of(error)) from error
             correct = None if verdict.is_correct is None else bool(verdict.is_correct)
             return [verdict.reward, correct, {name: float(value) for name, value in verdict.metrics.items()}]
 

@@ -17,6 +17,7 @@ from headrace.registry import load_object, resolve
 from headrace.rollout.messages import ToolSchema
 from headrace.rollout.model_client import Model
 from headrace.utils.threads import call_sync_or_async
+from headrace.utils.usercode import reason_of
 
 _LONGEST = 20_000  # characters of an answer that the model is shown
 
@@ -107,7 +108,7 @@ async def _answer(model: Model, found: Tool | None, name: str, arguments: str) -
         except HeadraceError:
             raise
         except Exception as error:  # what the tool says is wrong is for the model to read
-            return f"error: {type(error).__name__}: {error}"
+            return f"error: {reason_of(error)}"
 
     call.__name__ = name
     return await model.tool(call, json.loads(arguments))

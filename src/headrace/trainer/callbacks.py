@@ -12,6 +12,8 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol
 
 from headrace.config import RunConfig
+from headrace.errors import ConfigError
+from headrace.registry import nearest
 from headrace.tracking.base import TrackerSet
 from headrace.utils.deadline import Call
 from headrace.utils.usercode import contained
@@ -89,10 +91,23 @@ class Callback:
         """
 
 
+def _check_hooks(callback: Callback) -> None:
+    """A method that looks like a hook and is none would never be called."""
+    known = [name for name in dir(Callback) if name.startswith("on_")]
+    for name in dir(type(callback)):
+        if name.startswith("on_") and name not in known:
+            raise ConfigError(
+                f"callback {type(callback).__name__} has {name}, which nothing calls{nearest(name, known)}; "
+                f"the hooks are {', '.join(known)}"
+            )
+
+
 class CallbackSet:
     """Several callbacks as one, called in order. A call of one that is the user's may take `limit_s`."""
 
     def __init__(self, callbacks: Sequence[Callback], limit_s: float) -> None:
+        for callback in callbacks:
+            _check_hooks(callback)
         self._callbacks = tuple(callbacks)
         self._limit_s = limit_s
 

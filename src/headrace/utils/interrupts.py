@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first stops the run in good order, the second ends the process immediately.
+"""Ctrl-C, SIGTERM and a closed terminal: the first stops the run in good order, the second ends the process at once.
 
 Process managers send SIGTERM to all processes of a job. So children that are needed until the end ignore both signals.
 """
@@ -15,8 +15,10 @@ from types import FrameType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-STOP = (signal.SIGINT, signal.SIGTERM)
+_HANG_UP = tuple(filter(None, [getattr(signal, "SIGHUP", None)]))  # Windows has none
+STOP = (signal.SIGINT, signal.SIGTERM, *_HANG_UP)
 INTERRUPTED = 130
+_THREADS_S = 5.0
 _owns_process = False
 
 
@@ -24,9 +26,14 @@ def take_over_signals() -> None:
     """For the command line: a second signal ends the process without waiting."""
     global _owns_process
     with suppress(ValueError):  # not the main thread
-        for number in STOP:
+        for number in _not_ignored():
             signal.signal(number, _raise)
         _owns_process = True
+
+
+def _not_ignored() -> list[signal.Signals]:
+    """`nohup` has SIGHUP ignored, and means it."""
+    return [number for number in STOP if number not in _HANG_UP or signal.getsignal(number) != signal.SIG_IGN]
 
 
 @contextmanager
@@ -37,25 +44,25 @@ def on_interrupt(call: Callable[[], None], in_handler: bool = False) -> Iterator
     """
     import asyncio  # lazily: `headrace --help` does not need it
 
-    loop = asyncio.get_running_loop()
+    loop, numbers = asyncio.get_running_loop(), _not_ignored()
     received = False
 
     def first(number: int, _: FrameType | None) -> None:
         nonlocal received
         received = True
-        for one in STOP:
+        for one in numbers:
             signal.signal(one, _second())
         call() if in_handler else loop.call_soon_threadsafe(call)
 
     try:
-        before = [signal.signal(number, first) for number in STOP]
+        before = [signal.signal(number, first) for number in numbers]
     except ValueError:  # not the main thread: the caller handles signals
         yield
         return
     try:
         yield
     finally:
-        for number, handler in zip(STOP, () if received else before, strict=False):
+        for number, handler in zip(numbers, () if received else before, strict=False):
             signal.signal(number, handler)
 
 
@@ -105,7 +112,7 @@ def stop_signals_blocked() -> Iterator[None]:
 
 
 def _raise(number: int, frame: FrameType | None) -> None:
-    for one in STOP:
+    for one in _not_ignored():
         signal.signal(one, _second())
     raise KeyboardInterrupt
 
@@ -124,6 +131,15 @@ def _abort(number: int, frame: FrameType | None) -> None:
     os._exit(INTERRUPTED)
 
 
+def give_up(why: str) -> None:
+    """End a process of the command line that can neither continue nor be interrupted; elsewhere, do nothing."""
+    if not _owns_process:
+        return
+    with suppress(Exception):
+        os.write(2, f"\nerror: {why}; the process ends here, and its run can be resumed\n".encode(errors="replace"))
+    os._exit(1)
+
+
 def exit_process(code: int) -> None:
     """End the process; after an interrupt, without waiting for threads."""
     for stream in (sys.stdout, sys.stderr):
@@ -139,7 +155,20 @@ def exit_process(code: int) -> None:
                 code = code or 2
     if code == INTERRUPTED:
         os._exit(code)
+    waiting = threading.Timer(_THREADS_S, _leave_threads, (code,))
+    waiting.daemon = True
+    waiting.start()
     sys.exit(code)
+
+
+def _leave_threads(code: int) -> None:
+    """Python waits at its end for threads that are no daemons: user code may have left one that never ends."""
+    main = threading.main_thread()
+    left = [thread.name for thread in threading.enumerate() if thread is not main and not thread.daemon]
+    if left:
+        message = f"warning: threads of user code still run and are not waited for: {', '.join(left)}\n"
+        os.write(2, message.encode(errors="replace"))
+        os._exit(code)
 
 
 def _silence(stream: Any) -> None:

@@ -15,9 +15,12 @@ from contextlib import contextmanager
 from types import FrameType
 
 from headrace.utils.deadline import is_user_task
-from headrace.utils.usercode import innermost_of_user, interrupt, interruptible_calls, overdue_threads
+from headrace.utils.interrupts import give_up
+from headrace.utils.usercode import innermost_of_user, interrupt, interruptible_calls, line_of_thread, overdue_threads
 
 _LOOK_S = 2.0
+_PATIENCE = 10
+"""Times that code is interrupted before it is taken for one that cannot be."""
 
 
 @contextmanager
@@ -31,6 +34,7 @@ def watched_loop(
     loop, thread = asyncio.get_running_loop(), threading.get_ident()
     beat, over = time.monotonic(), threading.Event()
     reported: set[tuple[str, int | None]] = set()
+    swallowed = 0
 
     def beats() -> None:
         nonlocal beat
@@ -39,13 +43,17 @@ def watched_loop(
             loop.call_later(_LOOK_S / 2, beats)
 
     def look() -> None:
+        nonlocal swallowed
         while not over.wait(min(_LOOK_S, blocked_s / 2)):
             late_s = time.monotonic() - beat
             overdue = overdue_threads()
             if limit_s is not None and late_s > limit_s + _LOOK_S and is_user_task(asyncio.current_task(loop)):
                 overdue.add(thread)
+            swallowed = swallowed + 1 if thread in overdue else 0
             for blocked in overdue:
                 interrupt(blocked)
+            if swallowed > _PATIENCE:
+                give_up(f"user code{line_of_thread(thread)} has ignored {swallowed} interruptions")
             frame = sys._current_frames().get(thread) if late_s > blocked_s else None
             line = innermost_of_user(_inside_loop(frame)) if frame is not None else None
             if line is not None and (line.filename, line.lineno) not in reported:

@@ -2,7 +2,7 @@
 
 OpenMP threads wait for each other after every tensor operation. GNU's OpenMP, which torch ships, spins for milliseconds
 before it sleeps. On a quiet machine that is right: most waits are shorter than falling asleep and waking up, and a step
-with shorter spinning takes up to twice as long. On a busy machine the spinning threads take the cores from the thread
+with shorter spinning takes twice as long at worst. On a busy machine the spinning threads take the cores from the thread
 that they wait for, and a step takes ten times as long.
 
 So a thread watches what other processes take of the machine. While that and this process's tensor threads are more than

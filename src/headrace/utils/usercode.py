@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("headrace")
 
+_TEXT_S = 5.0
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
@@ -53,9 +54,23 @@ def innermost_of_user(frames: Iterable[traceback.FrameSummary]) -> traceback.Fra
     return own[-1] if own else None
 
 
+def text_of(error: BaseException) -> str:
+    """The message of an error, whose own `__str__` may fail, or not return."""
+    section = _Section(threading.get_ident(), time.monotonic() + _TEXT_S)
+    _sections.append(section)
+    try:
+        return str(error)
+    except BaseException as raised:
+        if is_interrupt(raised):
+            raise
+        return f"(its message cannot be shown: __str__ raised {type(raised).__name__})"
+    finally:
+        _sections.remove(section)
+
+
 def reason_of(error: BaseException) -> str:
     """The message of an error, with its type if the message does not say it."""
-    return str(error) if isinstance(error, EscapeError) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, EscapeError) else f"{type(error).__name__}: {text_of(error)}"
 
 
 def where_it_failed(error: BaseException) -> str:
@@ -144,7 +159,8 @@ def escape_of(error: BaseException, what: str) -> EscapeError:
         case asyncio.CancelledError():
             did = "raised CancelledError, and the run had not cancelled it"
         case _:
-            did = f"raised {type(error).__name__}{f': {error}' if str(error) else ''}"
+            text = text_of(error)
+            did = f"raised {type(error).__name__}{f': {text}' if text else ''}"
     return EscapeError(f"{what} {did}")
 
 

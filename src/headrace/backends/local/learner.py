@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,8 @@ class Learner:
         keep_freed_memory()
         self.config = config
         self.device = resolve_device(config.model.device)
+        if self.device == CPU:
+            _warn_of_accelerator_settings(config)
         prepare(self.device, config.model.tf32, config.run.deterministic)
         self._dtype = forward_dtype(config.model)
         self._loss_dtype = wide_dtype(self._dtype)
@@ -303,3 +306,10 @@ class Learner:
         layers = [module for module in self.hf_model.modules() if isinstance(module, GradientCheckpointingLayer)]
         for number, layer in enumerate(layers):
             layer.gradient_checkpointing = number % every == 0
+
+
+def _warn_of_accelerator_settings(config: RunConfig) -> None:
+    """A run file may be rehearsed where there is no accelerator: no error."""
+    settings = {"model.tf32": config.model.tf32, "optimizer.offload": config.optimizer.offload}
+    for name in (name for name, given in settings.items() if given):
+        warnings.warn(f"{name} = true has no effect here: the model is on the CPU", stacklevel=2)

@@ -15,6 +15,7 @@ from headrace.errors import BudgetExceededError, EngineError, HeadraceError, Led
 from headrace.rollout.gateway.wire import Call, Identity, Refusal, Reply, refusal_of
 from headrace.rollout.messages import ToolSchema
 from headrace.rollout.model_client import Model
+from headrace.utils.usercode import reason_of
 
 
 class Session:
@@ -91,7 +92,7 @@ class Session:
             raise self._refusal(error) from error
         except Exception as error:
             self._fail(error)
-            raise Refusal(500, f"the call failed: {type(error).__name__}: {error}", "internal_error") from error
+            raise Refusal(500, f"the call failed: {reason_of(error)}", "internal_error") from error
         except asyncio.CancelledError:
             self._unanswered[key] += 1
             raise
