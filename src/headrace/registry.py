@@ -64,6 +64,7 @@ _BUILTIN: dict[str, dict[str, str]] = {
         "reasoning_gym": "headrace.judge.reasoning_gym:ReasoningGymJudger",
         "llm": "headrace.judge.llm:LLMJudger",
         "remote": "headrace.judge.remote:RemoteJudger",
+        "verl_reward": "headrace.judge.verl_reward:VerlReward",
     },
     "tasks": {
         "countdown": "headrace.data.sources.countdown:countdown_tasks",
@@ -144,6 +145,7 @@ _EXTRA_OF_PACKAGE = {
     "wandb": "wandb",
     "mlflow": "mlflow",
     "trackio": "trackio",
+    "yaml": "local",
 }
 
 _FACTS = "headrace.algorithms.facts"

@@ -51,7 +51,9 @@ def adapt_to_load(threads: int) -> None:
     runtime = loaded_runtime()
     if runtime is None or any(name in os.environ for name in _CHOSEN_BY_USER) or cpu_times() is None:
         return
-    watch = threading.Thread(target=_watch, args=(SleepingThreads(runtime), threads), name="headrace-load-watch", daemon=True)
+    watch = threading.Thread(
+        target=_watch, args=(SleepingThreads(runtime), threads), name="headrace-load-watch", daemon=True
+    )
     watch.start()
 
 
