@@ -148,6 +148,9 @@ _EXTRA_OF_PACKAGE = {
     "yaml": "local",
 }
 
+# Names of the form "scheme:module:object": who makes what they stand for out of "module:object".
+_SCHEMES = {("workflow", "verl"): "headrace.verl.loading:agent_loop_workflow"}
+
 _FACTS = "headrace.algorithms.facts"
 
 _registered: dict[tuple[str, str], Any] = {}
@@ -180,6 +183,9 @@ def resolve(kind: str, name: str) -> Any:
     for point in entry_points(group=f"headrace.{kind}"):
         if point.name == name:
             return point.load()
+    scheme, _, path = name.partition(":")
+    if ":" in path and (kind, scheme) in _SCHEMES:
+        return load_object(_SCHEMES[kind, scheme])(path)
     if ":" in name:
         return load_object(name)
     raise ConfigError(

@@ -70,9 +70,19 @@ def test_the_tool_example_runs_verls_own_loop(home: Path, monkeypatch: pytest.Mo
     assert run(["import", "verl", str(config_at(home, "verl_tool.yaml")), "--out", "run.toml"]) == 0
     config = load_config("run.toml")
     assert config.workflow.name == TOOL_LOOP
+    assert {"data.max_prompt_length=1024", "data.max_response_length=1024"} < {*config.workflow.args["overrides"]}
     assert any("max_assistant_turns=5" in word for word in config.workflow.args["overrides"])
     assert any("gsm8k_tool_config.yaml" in word for word in config.workflow.args["overrides"])
     assert (config.trainer.steps, config.engine.name) == (2, "sglang")
+
+
+def test_where_verl_is_installed_the_tool_example_passes_a_dry_run_too(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("verl.tools", reason="verl is not installed; run this with .venv-verl/bin/python -m pytest")
+    monkeypatch.chdir(home)
+    run(["import", "verl", str(config_at(home, "verl_tool.yaml")), "--out", "run.toml"])
+    assert run(["train", "run.toml", "--dry-run"]) == 0, capsys.readouterr().err
 
 
 def test_steps_are_counted_as_here() -> None:

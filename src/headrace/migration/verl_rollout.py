@@ -44,7 +44,9 @@ def _tool_loop(carry: Carry) -> None:
         "tool_response_truncate_side": "middle",
         "format": "hermes",
     }
-    overrides = []
+    overrides = [
+        f"data.{name}={carry.get(f'data.{name}', 512)}" for name in ("max_prompt_length", "max_response_length")
+    ]
     for key in ("tool_config_path", "function_tool_path", "max_assistant_turns", "max_user_turns", *usual):
         value = carry.get(f"{at}.{key}")
         if value is not None and value != usual.get(key):
