@@ -1,4 +1,4 @@
-"""A resolved configuration of rLLM's unified trainer as a run file. It holds verl's, and decides some settings of it."""
+"""A resolved configuration of rLLM's unified trainer as a run file. It holds verl's, and decides parts of it."""
 
 from __future__ import annotations
 
