@@ -90,8 +90,8 @@ class Carry:
         self.open.append(f"{ours}: {key} = {value!r} has no counterpart; choose another, or write your own")
         return False
 
-    def finish(self, rest: Rest) -> None:
-        """Decide about all that is left."""
+    def finish(self, rest: Rest, decisive: Sequence[str] = ()) -> None:
+        """Decide about all that is left. What fits `decisive` changes the training: if lost, the user must know."""
         for key, value in self.given.items():
             if key in self.lines:
                 continue
@@ -103,6 +103,11 @@ class Carry:
             else:
                 known = _is_off(value)
                 self._line(key, Fate.IDLE if known else Fate.LOST, "", "not set" if known else "unknown to this import")
+
+        said = " ".join(self.open)
+        for line in [line for line in self.lines.values() if line.fate is Fate.LOST and fits(line.key, decisive)]:
+            if line.key not in said:
+                self.open.append(f"{line.key} = {line.value!r}: {line.note}")
 
     def _line(self, key: str, fate: Fate, ours: str, note: str) -> None:
         if key in self.given:  # older versions do not have every setting

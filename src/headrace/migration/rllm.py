@@ -9,7 +9,7 @@ from typing import Any
 from headrace.errors import ConfigError
 from headrace.migration.carry import Carry, Fate, Imported, Rest, finished
 from headrace.migration.verl import carry_verl, check_is_verl
-from headrace.migration.verl_rest import REST
+from headrace.migration.verl_rest import DECISIVE, REST
 
 _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -53,7 +53,14 @@ _TERMINATIONS = {
     "mask_max_prompt_length_exceeded": "length",
     "mask_max_turns_exceeded": "turns",
 }
+_DECISIVE = (
+    "rllm.disable_thinking",
+    "rllm.accumulate_reasoning",
+    "rllm.algorithm.router_replay",
+    "rllm.distill.enable",
+)
 _REST: Rest = (
+    ("rllm.algorithm.router_replay", Fate.LOST, "experts are not replayed"),
     ("rllm.workflow.name", Fate.LOST, "write it as a workflow: async def run(task, model)"),
     ("rllm.workflow.*", Fate.LOST, "arguments of your workflow go into workflow.args"),
     ("rllm.agent.*", Fate.LOST, "arguments of your workflow go into workflow.args"),
@@ -67,7 +74,6 @@ _REST: Rest = (
     ("rllm.compact_filtering.*", Fate.IDLE, "filtering is off, or these never come"),
     ("rllm.rejection_sample.*", Fate.IDLE, "rejection sampling is off"),
     ("rllm.filter_token_mismatch", Fate.CARRIED, "ids are exact: there is no mismatch"),
-    ("rllm.algorithm.router_replay", Fate.LOST, "experts are not replayed"),
     ("rllm.trainer.project_name", Fate.LOST, "it is for wandb, mlflow and trackio"),
     ("rllm.backend", Fate.IDLE, "which of rLLM's backends trains"),
     ("rllm.*", Fate.LOST, "unknown to this import"),
@@ -93,7 +99,7 @@ def import_rllm(given: dict[str, Any], tasks: int | None = None) -> Imported:
             line = carry.lines[theirs]
             carry.lines[f"rllm.{own}"] = replace(line, key=f"rllm.{own}", value=given[f"rllm.{own}"])
             carry.idle(theirs, f"rllm.{own} decides")
-    carry.finish((*_REST, *REST))
+    carry.finish((*_REST, *REST), (*DECISIVE, *_DECISIVE))
     return finished(carry)
 
 
@@ -133,6 +139,8 @@ def _agents(carry: Carry) -> None:
         carry.put("rllm.workflow.retry_limit", "rollout.retries", retries, "of failed infrastructure only")
     if (limit := carry.get("rllm.agent.trajectory_timeout")) is not None:
         carry.put("rllm.agent.trajectory_timeout", "rollout.timeout_s", float(limit))
+    if carry.get("rllm.algorithm.router_replay", "disabled") == "disabled":
+        carry.as_here("rllm.algorithm.router_replay", "experts are not replayed")
     precomputed = bool(carry.get("rllm.algorithm.use_precomputed_advantage", False))
     carry.put("rllm.algorithm.use_precomputed_advantage", "algorithm.use_precomputed_advantage", precomputed)
     if carry.get("rllm.stepwise_advantage.enable", False) and carry.get("rllm.stepwise_advantage.mode") == "per_step":

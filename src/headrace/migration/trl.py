@@ -21,6 +21,12 @@ _CORRECTIONS = {
     "token_mask": ("icepop", ""),
 }
 _TRACKERS = ("wandb", "mlflow", "trackio", "tensorboard")
+_DECISIVE = (
+    "num_iterations", "min_p", "generation_kwargs", "chat_template_kwargs", "repetition_penalty", "fp16", "optim",
+    "sync_ref_model", "off_policy_mask_threshold", "reward_weights", "router_aux_loss_coef", "use_adaptive_entropy",
+    "use_bias_correction_kl", "neftune_noise_alpha", "label_smoothing_factor", "model_init_kwargs", "save_steps",
+)  # fmt: skip
+"""What changes the training."""
 _REST: Rest = (
     ("use_bias_correction_kl", Fate.LOST, "the divergence is k3, uncorrected"),
     ("label_smoothing_factor", Fate.LOST, "targets are not smoothed"),
@@ -75,7 +81,7 @@ def import_trl(given: dict[str, Any], tasks: int | None = None) -> Imported:
     _correction(carry)
     _optimizer(carry)
     _run(carry)
-    carry.finish(_REST)
+    carry.finish(_REST, _DECISIVE)
     return finished(carry)
 
 

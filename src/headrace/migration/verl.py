@@ -8,7 +8,7 @@ from typing import Any
 from headrace.errors import ConfigError
 from headrace.migration.carry import Carry, Imported, finished, fits
 from headrace.migration.verl_algorithm import carry_correction, carry_divergence, carry_estimator, carry_loss
-from headrace.migration.verl_rest import REST, WITHOUT_COUNTERPART
+from headrace.migration.verl_rest import DECISIVE, REST, WITHOUT_COUNTERPART
 from headrace.migration.verl_rollout import carry_backend, carry_engine, carry_rollout
 
 _ACTOR = "actor_rollout_ref.actor"
@@ -26,7 +26,7 @@ def import_verl(given: dict[str, Any], tasks: int | None = None) -> Imported:
     check_is_verl(given)
     carry = Carry(given)
     carry_verl(carry, tasks)
-    carry.finish(REST)
+    carry.finish(REST, DECISIVE)
     return finished(carry)
 
 
@@ -149,6 +149,9 @@ def _data(carry: Carry) -> None:
             "data.mixture",
             {_set_name(file): {"tasks": file, "weight": 1.0, **source} for file in files},
             "drawn by weight; verl draws each file by its rows: set the weights to these numbers",
+        )
+        carry.open.append(
+            "data.mixture: the sources are drawn equally often; set their weights to their numbers of rows"
         )
     for key, name in (("data.prompt_key", "messages"), ("data.reward_fn_key", "source")):
         carry.part_of(key, f"data.columns.{name}")

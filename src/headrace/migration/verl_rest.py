@@ -21,6 +21,32 @@ WITHOUT_COUNTERPART = (
 )
 """Sections with a switch, which is off by default."""
 
+DECISIVE = (
+    "actor_rollout_ref.actor.ppo_epochs",
+    "actor_rollout_ref.model.lora_adapter_path",
+    "actor_rollout_ref.model.exclude_modules",
+    "actor_rollout_ref.model.target_modules",
+    "actor_rollout_ref.model.custom_chat_template",
+    "actor_rollout_ref.model.external_lib",
+    "actor_rollout_ref.model.override_config*",
+    "actor_rollout_ref.rollout.ignore_eos",
+    "actor_rollout_ref.rollout.dtype",
+    "actor_rollout_ref.rollout.quantization",
+    "algorithm.use_pf_ppo",
+    "algorithm.use_kl_in_reward",
+    "algorithm.kl_ctrl.type",
+    "algorithm.rollout_correction.rollout_is",
+    "algorithm.rollout_correction.rollout_rs",
+    "algorithm.rollout_correction.rollout_is_batch_normalize",
+    "data.train_max_samples",
+    "data.custom_cls.path",
+    "data.apply_chat_template_kwargs*",
+    "reward.sandbox_fusion.url",
+    "trainer.resume_mode",
+    "trainer.val_only",
+)
+"""What changes the training, or the data that it sees."""
+
 REST: Rest = (
     ("model_engine", Fate.IDLE, "which of verl's engines trains: strategy says it, too"),
     ("*_target_", Fate.IDLE, "the name of a class of verl's"),
