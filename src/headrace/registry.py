@@ -64,6 +64,7 @@ _BUILTIN: dict[str, dict[str, str]] = {
         "reasoning_gym": "headrace.judge.reasoning_gym:ReasoningGymJudger",
         "llm": "headrace.judge.llm:LLMJudger",
         "remote": "headrace.judge.remote:RemoteJudger",
+        "verl_reward": "headrace.judge.verl_reward:VerlReward",
     },
     "tasks": {
         "countdown": "headrace.data.sources.countdown:countdown_tasks",
@@ -144,7 +145,11 @@ _EXTRA_OF_PACKAGE = {
     "wandb": "wandb",
     "mlflow": "mlflow",
     "trackio": "trackio",
+    "yaml": "local",
 }
+
+# Names of the form "scheme:module:object": who makes what they stand for out of "module:object".
+_SCHEMES = {("workflow", "verl"): "headrace.verl.loading:agent_loop_workflow"}
 
 _FACTS = "headrace.algorithms.facts"
 
@@ -178,6 +183,9 @@ def resolve(kind: str, name: str) -> Any:
     for point in entry_points(group=f"headrace.{kind}"):
         if point.name == name:
             return point.load()
+    scheme, _, path = name.partition(":")
+    if ":" in path and (kind, scheme) in _SCHEMES:
+        return load_object(_SCHEMES[kind, scheme])(path)
     if ":" in name:
         return load_object(name)
     raise ConfigError(

@@ -18,7 +18,7 @@ EXAMPLE = "headrace train examples/countdown.toml"
 
 # The packages of each extra, as in pyproject.toml; a test holds the two together.
 EXTRAS: dict[str, tuple[str, ...]] = {
-    "local": ("jinja2", "peft", "safetensors", "tokenizers", "torch", "transformers", "xxhash"),
+    "local": ("jinja2", "peft", "pyyaml", "safetensors", "tokenizers", "torch", "transformers", "xxhash"),
     "gguf": ("gguf",),
     "plot": ("matplotlib",),
     "parquet": ("pyarrow",),

@@ -1,7 +1,8 @@
 """The command line: commands, exit codes, and errors as one line.
 
 Exit codes: 0 done, 1 a bug (with its traceback) or `doctor` found something missing, 2 the user can mend it,
-130 interrupted by Ctrl-C or SIGTERM, 141 nobody reads the output any more (`| head`).
+3 `import` wrote a run file in which something is left to decide, 130 interrupted by Ctrl-C or SIGTERM, 141 nobody
+reads the output any more (`| head`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from headrace.cli.doctor import doctor
 from headrace.cli.evaluate import USAGE as EVAL_USAGE
 from headrace.cli.evaluate import evaluate, export
 from headrace.cli.help import examples, print_section
+from headrace.cli.importing import import_app
 from headrace.cli.launch import USAGE as LAUNCH_USAGE
 from headrace.cli.launch import launch
 from headrace.cli.ledger import ledger
@@ -128,6 +130,7 @@ app.command(
 )
 app.command(cluster_app)
 app.command(data_app)
+app.command(import_app)
 app.command(model_app)
 app.command(serve_app)
 

@@ -17,7 +17,8 @@ class WorkflowSection(Section):
     """What the agent does and how it is judged."""
 
     name: str = "single_turn"
-    """A registered workflow, "module:function" or "file.py:function" of your own."""
+    """A registered workflow, "module:function" or "file.py:function" of your own, or "verl:module:Class" of an agent
+    loop of verl."""
     args: dict[str, Any] = {}
     """Keyword arguments of a workflow class."""
     grouping: str | None = None

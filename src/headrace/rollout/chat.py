@@ -29,6 +29,11 @@ class ChatTemplate:
         self._knows_tools = "tools" in str(tokenizer.chat_template)
         self._kept_ids = lru_cache(_KEPT_TEXTS)(self._encode)
 
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer itself, for code that renders in its own way."""
+        return self._tokenizer
+
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> tuple[int, ...]:
         """Prompt ids of a conversation, ready for the assistant's reply."""
         return self.encode(self._text(normal(messages), tools))
