@@ -36,13 +36,13 @@ class VerlBackend(FsdpBackend):
 
     @staticmethod
     def check(config: RunConfig) -> None:
-        choose_platform(config)
-        check_settings = load_object("headrace.backends.verl.settings:check_settings")
         require_known_losses(config)
+        _refuse(config)
         _check_cluster(config)
         check_ranks(config)
-        _refuse(config)
-        check_settings(config.backend.verl)
+        choose_platform(config)
+        load_object("headrace.backends.verl.used:require_all")()
+        load_object("headrace.backends.verl.settings:check_settings")(config.backend.verl)
 
     @property
     def where(self) -> str:
@@ -58,8 +58,8 @@ class VerlBackend(FsdpBackend):
 def _check_cluster(config: RunConfig) -> None:
     if not config.cluster.address:
         raise ConfigError(
-            'backend "verl" runs its workers as Ray actors, and cluster.address is empty; set cluster.address = "local" '
-            "for this machine, or name a cluster"
+            'backend "verl" runs its workers as Ray actors, and cluster.address is empty; set cluster.address = '
+            '"local" for this machine, or name a cluster'
         )
     device = config.model.device
     accelerated = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())

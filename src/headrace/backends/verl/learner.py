@@ -136,7 +136,8 @@ class VerlLearner(SendsWeights):
         if not math.isfinite(norm):
             self.clear_gradients()
             raise DivergedError(
-                f"the gradient norm is {norm}, and no step was made; lower the learning rate (now {lr:g}) or clip harder"
+                f"the gradient norm is {norm}, and no step was made; lower the learning rate (now {lr:g}), or clip "
+                f"harder"
             )
         torch._foreach_mul_(gradients, grad_scale * (clip / norm if 0 < clip < norm else 1.0))
         self._worker.optimizer_step({"lr": lr})
