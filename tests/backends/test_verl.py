@@ -77,7 +77,7 @@ def test_gradients_and_weights_are_the_local_backends(name: str, tmp_path: Path)
     assert max(float((ours[key] - theirs[key]).abs().max()) for key in ours) < CLOSE * largest
     assert one.rejected == many.rejected and one.clip_states == many.clip_states
     for mine, its in zip(one.logprobs, many.logprobs, strict=True):
-        assert mine == pytest.approx(its, abs=CLOSE)
+        assert mine == pytest.approx(its, rel=CLOSE, abs=CLOSE)
     expected = {key: value for key, value in one.metrics.reduce().items() if not key.startswith("memory/")}
     assert many.metrics.reduce() == pytest.approx(expected, rel=1e-4, abs=CLOSE)
     for each in (learner, group):
@@ -103,7 +103,7 @@ def test_dpo_on_random_pairs_is_the_local_backends(ranks: int, tmp_path: Path) -
             batches.append(pack(pairs, algorithm, BUDGET, 2))
             found.append(each.forward_backward(batches[-1], algorithm).metrics.reduce())
         for mine, its in zip(*(batch.samples for batch in batches), strict=True):
-            assert mine.reference_logprobs == pytest.approx(its.reference_logprobs, abs=CLOSE)
+            assert mine.reference_logprobs == pytest.approx(its.reference_logprobs, rel=CLOSE, abs=CLOSE)
         assert found[0]["dpo/loss"] == pytest.approx(found[1]["dpo/loss"], abs=CLOSE)
         norms = [each.optim_step(1e-3, 0.25).reduce()["policy/grad_norm"] for each in (learner, group)]
         assert norms[0] == pytest.approx(norms[1], rel=CLOSE)

@@ -219,7 +219,7 @@ class VerlLearner(SendsWeights):
 
 
 def _decay_matrices_only(optimizer: torch.optim.Optimizer) -> None:
-    """verl decays all parameters alike; Headrace leaves biases and norms alone."""
+    """verl decays all parameters; Headrace leaves biases and norms as they are."""
     (group,) = optimizer.param_groups
     others = [p for p in group["params"] if p.ndim < 2]
     group["params"] = [p for p in group["params"] if p.ndim >= 2]

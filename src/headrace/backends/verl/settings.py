@@ -119,9 +119,8 @@ def _check_key(table: str, key: str, value: Any, kind: Any) -> None:
     if key not in known:
         free = [one for one in known if one not in _OWNED[table] and one not in _REFUSED[table]]
         raise ConfigError(f"{name}: verl's {kind.__name__} has no {key}{nearest(key, known)}; it has {', '.join(free)}")
-    usual = known[key].default
-    if usual is MISSING and callable(known[key].default_factory):
-        usual = known[key].default_factory()
+    factory = known[key].default_factory
+    usual: Any = known[key].default if factory is MISSING else factory()
     wanted = type(usual)
     if isinstance(usual, bool | int | float | str | dict | list) and not _is_a(value, wanted):
         raise ConfigError(f"{name} must be a {wanted.__name__}, as {json.dumps(usual)} is; got {json.dumps(value)}")
