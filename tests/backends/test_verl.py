@@ -16,7 +16,7 @@ from headrace.algorithms.batching import pack
 from headrace.backends.fsdp.group import LearnerGroup
 from headrace.backends.local.learner import Learner
 from headrace.backends.verl.backend import VerlBackend
-from headrace.config import RunConfig
+from headrace.config import AlgorithmSection, RunConfig
 from headrace.config.loading import build_config
 from headrace.errors import BackendError, DivergedError
 from headrace.ledger import Ledger
@@ -93,7 +93,7 @@ def test_gradients_and_weights_are_the_local_backends(name: str, tmp_path: Path)
 def test_dpo_on_random_pairs_is_the_local_backends(ranks: int, tmp_path: Path) -> None:
     """From the reference's log-probabilities to the loss of each pair, the gradient and the policy after steps."""
     learner, group = both(DPO, tmp_path, ranks)
-    algorithm = DPO.algorithm.model_copy(update={"entropy_coef": 0.0})
+    algorithm = AlgorithmSection(loss="dpo", aggregation="sequence_mean_token_sum")
     for seed in range(3):
         given = pack(DPO.samples(seed, 8), algorithm, BUDGET, 2)
         batches, found = [], []

@@ -1,4 +1,4 @@
-"""Settings that backend "verl" cannot honour are refused at start-up, with what to do; its own are checked by verl's."""
+"""Settings that backend "verl" cannot honour are refused at start-up; those of verl are checked by its own classes."""
 
 from __future__ import annotations
 

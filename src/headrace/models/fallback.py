@@ -18,7 +18,6 @@ from headrace.models.packed import PackedRows
 from headrace.models.packed_forward import PackedForward
 from headrace.models.parts import Parts
 
-
 OLDEST = (5, 19)
 """The transformers whose masks know rows at different positions."""
 
@@ -26,10 +25,11 @@ OLDEST = (5, 19)
 def require_slots() -> None:
     """An older one may be installed where another package wants it."""
     if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
         raise ModelError(
-            f"transformers {transformers.__version__} cannot decode rows at different positions, which takes "
-            f"{'.'.join(map(str, OLDEST))}; in this environment engine \"torch\" runs models of the Llama family on the "
-            f'CPU with model.fast_path = true only: use one of these, or engine.name = "vllm"'
+            f"transformers {transformers.__version__} cannot decode rows at different positions, which takes {oldest}; "
+            f'here engine "torch" runs only models of the Llama family on the CPU, with model.fast_path = true: use one '
+            f'of these, or engine.name = "vllm"'
         )
 
 
