@@ -1,26 +1,23 @@
-"""verl's workers compute what the local backend computes, and lose nothing with a rank. Where verl is installed."""
+"""verl's workers compute what the local backend computes. Where verl is installed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from fsdp_cases import BUDGET, Case, difference, local_gradient, losses, spread_weights, steps
-from headrace import UnifiedTrainer
 from headrace.algorithms.batching import pack
 from headrace.backends.fsdp.group import LearnerGroup
 from headrace.backends.local.learner import Learner
-from headrace.backends.verl.backend import VerlBackend
-from headrace.config import AlgorithmSection, RunConfig
+from headrace.config import AlgorithmSection
 from headrace.config.loading import build_config
 from headrace.errors import BackendError, DivergedError
-from headrace.ledger import Ledger
-from verl_pool import WHY, has_verl, pooled_workers, verl_sections
+from verl_cases import new_group, sections, verl_config
+from verl_pool import WHY, has_verl, pooled_workers
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not has_verl(), reason=WHY)]
 
@@ -33,24 +30,6 @@ CLOSE = 1e-5
 def workers() -> Iterator[None]:
     with pooled_workers():
         yield
-
-
-def sections(case: Case) -> dict[str, Any]:
-    """What the run files of both sides have in common."""
-    backend = {key: value for key, value in case.sections.get("backend", {}).items() if key != "logits_chunk"}
-    return {
-        "model": {"dtype": "float32", **case.sections.get("model", {})},
-        "optimizer": {"eps": 1e-3, **case.sections.get("optimizer", {})},
-        "backend": {"micro_batch_tokens": BUDGET, **backend},
-    }
-
-
-def verl_config(case: Case, ranks: int = 2) -> RunConfig:
-    return build_config(verl_sections(ranks, **sections(case)))
-
-
-def new_group(config: RunConfig) -> LearnerGroup:
-    return LearnerGroup(VerlBackend.new_launcher(config), config.backend.micro_batch_tokens)
 
 
 def both(case: Case, folder: Path, ranks: int = 2) -> tuple[Learner, LearnerGroup]:
@@ -168,40 +147,3 @@ def test_bfloat16_computes_so_and_keeps_float32_for_the_optimizer(tmp_path: Path
     assert {tensor.dtype for tensor in narrow.together("weights")[0].values()} == {torch.float32}
     narrow.close()
     wide.close()
-
-
-def test_a_killed_worker_changes_nothing(tmp_path: Path) -> None:
-    import ray
-
-    calm, hit = new_group(verl_config(PPO)), new_group(verl_config(PPO))
-    for group in (calm, hit):
-        steps(group, PPO, [1])
-        group.save(tmp_path / str(group is calm))
-        group.saved(tmp_path / str(group is calm))
-        steps(group, PPO, [2])
-        group.forward_backward(PPO.batch(3), PPO.algorithm)
-    ray.kill(hit.ranks._actors[1])  # type: ignore[attr-defined]
-    for group in (calm, hit):
-        group.forward_backward(PPO.batch(4), PPO.algorithm)  # from the checkpoint, with what came after it
-        group.optim_step(1e-3, 0.01)
-    assert (calm.restarts, hit.restarts) == (0, 1)
-    ours, theirs = (group.together("weights")[0] for group in (calm, hit))
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    calm.close()
-    hit.close()
-
-
-@pytest.mark.parametrize("max_staleness", [0, 2])
-def test_countdown_trains(tmp_path: Path, max_staleness: int) -> None:
-    given = verl_sections(2, trainer={"steps": 3, "batch_size": 4, "max_staleness": max_staleness, "save_every": 2})
-    config: dict[str, Any] = {
-        **given,
-        "run": {"dir": str(tmp_path), "name": "run"},
-        "data": {"tasks": "countdown", "args": {"split": "train", "count": 50}},
-        "workflow": {"name": "single_turn", "judger": "countdown"},
-        "rollout": {"group_size": 4, "max_tokens": 24},
-        "track": {"trackers": ["jsonl"], "plot": False},
-    }
-    result = UnifiedTrainer(config).fit()
-    account = Ledger.read(result.run_dir).account()
-    assert result.steps == 3 and account.trained + account.filtered >= 48

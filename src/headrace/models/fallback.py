@@ -28,8 +28,8 @@ def require_slots() -> None:
         oldest = ".".join(map(str, OLDEST))
         raise ModelError(
             f"transformers {transformers.__version__} cannot decode rows at different positions, which takes {oldest}; "
-            f'here engine "torch" runs only models of the Llama family on the CPU, with model.fast_path = true: use one '
-            f'of these, or engine.name = "vllm"'
+            f'here engine "torch" runs only models of the Llama family on the CPU, with model.fast_path = true: use '
+            f'one of these, or engine.name = "vllm"'
         )
 
 
