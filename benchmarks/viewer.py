@@ -72,6 +72,7 @@ def ask(connection: HTTPConnection, path: str) -> tuple[float, bytes]:
 def pages(run: str, facts: dict[str, int], rng: random.Random) -> dict[str, str]:
     """Every page, at random places."""
     base, group, step = f"/api/runs/{run}", rng.randrange(facts["groups"]), 1 + rng.randrange(facts["steps"])
+    at = rng.uniform(facts["began"], facts["ended"])
     words = ("make", "search plus", "nothing like this is there")
     return {
         "runs": "/api/runs",
@@ -85,6 +86,8 @@ def pages(run: str, facts: dict[str, int], rng: random.Random) -> dict[str, str]
         "facets": f"{base}/facets",
         "search_filter": f"{base}/episodes?{rng.choice(('state=failed', 'reward_min=1', 'termination=timeout'))}",
         "search_text": f"{base}/episodes?text={rng.choice(words).replace(' ', '+')}",
+        "timeline": f"{base}/timeline?start={at:.1f}&end={at + 60:.1f}",
+        "compare_steps": f"/api/compare?a={run}@{step}&b={run}@{max(1, step - 20)}-{step}",
         "evaluated": f"{base}/evaluated/{1 + rng.randrange(facts['evaluated'])}",
     }
 
@@ -100,6 +103,8 @@ def measure_pages(run_dir: Path, rounds: int) -> dict[str, float]:
     rng, found = random.Random(0), dict[str, float]()
     with LedgerReader.read(run_dir) as reader:
         facts = {"groups": (reader.last_group_id() or 0) + 1, "steps": reader.batch_count()}
+        ((began, ended),) = reader.rows("SELECT min(recorded_at), max(recorded_at) FROM batches")
+        facts |= {"began": int(began), "ended": int(ended)}
         facts["evaluated"] = reader.rows("SELECT max(eval_episode_id) FROM eval_episodes")[0][0] or 1
     with viewing(run_dir.parent) as (port, pid):
         connection = HTTPConnection("127.0.0.1", port, timeout=120)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from headrace.utils.openmp import limit_spinning
-
 if TYPE_CHECKING:
     from headrace.algorithms.advantages.assign import assign_advantages
     from headrace.algorithms.advantages.estimators import GroupRewards
@@ -54,8 +52,6 @@ if TYPE_CHECKING:
     from headrace.trainer.trainer import RunResult, UnifiedTrainer
 
 __version__ = "0.1.0"
-
-limit_spinning()  # before anything loads torch
 
 _HOME = {
     "AgentLoopConfig": "headrace.config",

@@ -32,9 +32,18 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def under_way(engine: RolloutEngine, tokens: int) -> None:
-    """Return with the engine paused after at least `tokens` more tokens."""
-    goal = engine.health().generated_tokens + tokens
-    await until(lambda: engine.health().generated_tokens >= goal)
+    """Return with the engine paused after at least `tokens` more tokens, some from every replica that has requests."""
+    before = engine.health()
+
+    def made() -> bool:
+        now = engine.health()
+        idle = any(
+            new.running + new.waiting and new.generated_tokens == old.generated_tokens
+            for new, old in zip(now.replicas, before.replicas, strict=True)
+        )
+        return now.generated_tokens >= before.generated_tokens + tokens and not idle
+
+    await until(made)
     await soon(engine.pause())
     assert engine.health().running, "everything had finished before the engine was paused"
 

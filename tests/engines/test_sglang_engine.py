@@ -17,10 +17,10 @@ from headrace.config.loading import build_config
 from headrace.engines.base import SamplingParams
 from headrace.engines.pool import EnginePool
 from headrace.engines.servers.client import ServerClient
+from headrace.engines.servers.life import ServerOptions
 from headrace.engines.sglang.build import SglangLaunch
 from headrace.engines.sglang.engine import SglangEngine
 from headrace.engines.sglang.factory import sglang_engine
-from headrace.engines.vllm.engine import VllmOptions
 from headrace.errors import ConfigError, WeightSyncError
 from headrace.registry import resolve
 from headrace.weights.sender import ServerSender
@@ -38,7 +38,7 @@ class Server(ScriptedServer):
 def new_engine(server: Any, **options: Any) -> SglangEngine:
     given: dict[str, Any] = {"vocabulary": VOCABULARY, "max_model_length": LENGTH, "detokenize": detokenize}
     given |= {"health_every_s": 0.002, "transport": "disk", **options}
-    return SglangEngine(server, lambda: ServerClient(server.url), VllmOptions(**given))
+    return SglangEngine(server, lambda: ServerClient(server.url), ServerOptions(**given))
 
 
 def new_sync(engine: Any, model: ToyModel) -> WeightSync:
@@ -194,7 +194,7 @@ def test_settings_that_it_cannot_honour_are_refused() -> None:
 
 def test_a_server_is_started_with_what_a_run_needs() -> None:
     config = build_config({"engine": {"name": "sglang", "server_args": ["--tp", "2", "--dtype", "bfloat16"]}})
-    command = SglangLaunch(config, VllmOptions(97, 255, sleeps=True)).command(4000)
+    command = SglangLaunch(config, ServerOptions(97, 255, sleeps=True)).command(4000)
     said = " ".join(command)
     assert "-m sglang.launch_server" in said and "--port 4000" in said and "--enable-metrics" in said
     assert said.endswith("--tp 2 --dtype bfloat16") and said.count("--dtype") == 1 and "--enable-memory-saver" in said

@@ -16,7 +16,8 @@ from contracts.engine_contract import EngineContract
 from headrace.config import ModelSection
 from headrace.engines.base import SamplingParams
 from headrace.engines.servers.client import ServerClient
-from headrace.engines.vllm.engine import VllmEngine, VllmOptions
+from headrace.engines.servers.life import ServerOptions
+from headrace.engines.vllm.engine import VllmEngine
 from headrace.models.causal import build_causal_model
 from headrace.models.load import load_model
 from headrace.weights.digest import fingerprint
@@ -45,6 +46,8 @@ class TestVllmEngine(EngineContract):
     vocabulary = tiny.VOCABULARY
     draws = 600
     long = 700  # what has been sampled is known a little later
+    # two implementations in float32, over 700 tokens of a random model that is sure of much: 1.4e-4 at most, 1e-5 mostly
+    tolerance = 3e-4
     crowd_tolerance = 1e-4
     pins = False
     model_logprobs = False
@@ -60,7 +63,7 @@ class TestVllmEngine(EngineContract):
     def make_engine(self, **options: Any) -> VllmEngine:
         max_batch = options.get("max_batch", 64)
         server = LentServer(self.servers, max_batch, self.hf_model)
-        given = VllmOptions(
+        given = ServerOptions(
             vocabulary=self.vocabulary,
             max_model_length=options.get("max_model_length", LENGTH - 1),
             eos_ids=tuple(options.get("eos_ids", ())),

@@ -14,7 +14,8 @@ from contracts.engine_contract import EngineContract
 from contracts.engine_harness import soon, under_way, until
 from headrace.engines.base import SamplingParams
 from headrace.engines.servers.client import ServerClient
-from headrace.engines.vllm.engine import VllmEngine, VllmOptions
+from headrace.engines.servers.life import ServerOptions
+from headrace.engines.vllm.engine import VllmEngine
 from headrace.errors import ConfigError, DataError, EngineError, ServerLostError, WeightSyncError
 from headrace.weights.canary import Canary, canary_rows
 from headrace.weights.digest import fingerprint
@@ -72,7 +73,7 @@ class ScriptedServer:
 def new_engine(server: ScriptedServer, **options: Any) -> VllmEngine:
     given: dict[str, Any] = {"vocabulary": VOCABULARY, "max_model_length": LENGTH, "detokenize": detokenize}
     given |= {"health_every_s": 0.002, **options}
-    return VllmEngine(server, lambda: ServerClient(server.url), VllmOptions(**given))
+    return VllmEngine(server, lambda: ServerClient(server.url), ServerOptions(**given))
 
 
 def new_sync(engine: VllmEngine, model: ToyModel, canary: bool = True) -> WeightSync:

@@ -20,8 +20,9 @@ from headrace.backends.local.frozen import score_rows
 from headrace.config import LoraSection, ModelSection
 from headrace.engines.base import Generation, SamplingParams
 from headrace.engines.servers.client import ServerClient
+from headrace.engines.servers.life import ServerOptions
 from headrace.engines.servers.server import StartedServer
-from headrace.engines.vllm.engine import VllmEngine, VllmOptions
+from headrace.engines.vllm.engine import VllmEngine
 from headrace.errors import WeightSyncError
 from headrace.models.causal import build_causal_model
 from headrace.models.load import load_model
@@ -48,7 +49,7 @@ class Pair:
         self.hf_model = load_model(section)
         self.model = build_causal_model(self.hf_model)
         self.server: StartedServer = new_server(folder, log, transport, lora_rank=lora, **server)
-        options = VllmOptions(
+        options = ServerOptions(
             vocabulary=tiny.VOCABULARY, max_model_length=tiny.LENGTH - 1, detokenize=tiny.detokenize,
             transport=transport, health_every_s=0.02,
         )  # fmt: skip

@@ -13,7 +13,6 @@ from headrace.utils.openmp import CpuTimes, Load, cpu_times, loaded_runtime
 PLAIN = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
 
 WATCHES = """
-import torch  # before headrace: too late for its own choice
 import threading
 from headrace.models.tensor_threads import run_apart
 run_apart(int)
@@ -92,21 +91,6 @@ def test_tensor_threads_adapt_to_the_load_unless_the_user_has_chosen(chosen: dic
     if cpu_times() is None:
         pytest.skip("this system has no /proc/stat")
     assert run(WATCHES, **chosen).split() == [str(watches)]
-
-
-@pytest.mark.parametrize(
-    ("script", "chosen", "spins"),
-    [
-        ("import headrace, torch", {}, "600"),
-        ("import torch, headrace", {}, "None"),
-        ("import headrace", {"GOMP_SPINCOUNT": "7"}, "7"),
-        ("import headrace", {"OMP_WAIT_POLICY": "PASSIVE"}, "None"),
-    ],
-)
-def test_spinning_is_limited_before_torch_is_loaded_unless_the_user_has_chosen(
-    script: str, chosen: dict[str, str], spins: str
-) -> None:
-    assert run(f"{script}\nimport os; print(os.environ.get('GOMP_SPINCOUNT'))", **chosen).split() == [spins]
 
 
 def test_threads_that_are_told_to_sleep_burn_no_time_between_operations() -> None:

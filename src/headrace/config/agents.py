@@ -215,6 +215,11 @@ class EngineSection(Section):
         when.SEPARATE("threads"),
     )
 
+    @property
+    def servers(self) -> int:
+        """How many servers sample, where servers do."""
+        return len(self.urls) or self.replicas
+
     @field_validator("urls")
     @classmethod
     def _are_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:

@@ -1,29 +1,25 @@
-"""How OpenMP threads wait for each other.
+"""How OpenMP threads wait for each other: awake on a quiet machine, asleep on a busy one.
 
 OpenMP threads wait for each other after every tensor operation. GNU's OpenMP, which torch ships, spins for milliseconds
-before it sleeps. On a busy machine the spinning threads take the cores from the thread that they wait for, and a step
-takes ten times as long. Without any spinning, a step on a quiet machine takes 1.4 times as long. Some microseconds cover
-nearly all waits of a quiet machine and do no harm on a busy one, so that is what `limit_spinning` asks for. OpenMP reads
-it when it is loaded.
+before it sleeps. On a quiet machine that is right: most waits are shorter than falling asleep and waking up, and a step
+with shorter spinning takes up to twice as long. On a busy machine the spinning threads take the cores from the thread
+that they wait for, and a step takes ten times as long.
 
-If torch was loaded first, a thread watches what other processes take of the machine. While that and this process's
-tensor threads are more than there are cores, it makes OpenMP sleep at once. OpenMP has no call for it, but a rule: while
-a process has more OpenMP threads than there are cores, none of them spins for long. A team of idle threads makes it so,
-and its end undoes it.
+So a thread watches what other processes take of the machine. While that and this process's tensor threads are more than
+there are cores, it makes OpenMP sleep at once. OpenMP has no call for it, but a rule: while a process has more OpenMP
+threads than there are cores, none of them spins. A team of idle threads makes it so, and its end undoes it.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-import sys
 import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 _CHOSEN_BY_USER = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
-_SPINS = 600  # about ten microseconds
 _LOOK_S = 0.2
 _SPARE = 0.4
 """Cores by which the machine may be overcommitted: the measurement is coarse, and there is always some other work."""
@@ -33,25 +29,21 @@ _QUIET_LOOKS = 3
 _started = threading.Lock()
 
 
-def limit_spinning() -> None:
-    """Have the OpenMP of this process and of its children spin briefly, if it is not loaded and the user chose nothing."""
-    if "torch" not in sys.modules and not any(name in os.environ for name in _CHOSEN_BY_USER):
-        os.environ["GOMP_SPINCOUNT"] = str(_SPINS)
-
-
 def adapt_to_load(threads: int) -> None:
     """Watch the load for as long as the process lives. Call it once torch is loaded; again, it does nothing.
 
     `threads` is how many this process uses for a tensor operation.
 
-    Nothing happens where it was chosen how threads wait, with another OpenMP, or on another system than Linux.
+    Nothing happens where the user chose how threads wait, with another OpenMP, or on another system than Linux.
     """
     if not _started.acquire(blocking=False):
         return
     runtime = loaded_runtime()
     if runtime is None or any(name in os.environ for name in _CHOSEN_BY_USER) or cpu_times() is None:
         return
-    watch = threading.Thread(target=_watch, args=(SleepingThreads(runtime), threads), name="headrace-load-watch", daemon=True)
+    watch = threading.Thread(
+        target=_watch, args=(SleepingThreads(runtime), threads), name="headrace-load-watch", daemon=True
+    )
     watch.start()
 
 

@@ -85,8 +85,8 @@ class Viewer:
         }
         routes = [Route(f"/api/runs/{{run}}{path}", self._page(page)) for path, page in pages.items()]
         routes += [
-            Route("/api/runs", self._told(lambda _: runs_page(self._shelf))),
-            Route("/api/compare", self._told(self._compare)),
+            Route("/api/runs", self._json(lambda _: runs_page(self._shelf))),
+            Route("/api/compare", self._json(self._compare)),
             Route("/api/runs/{run}/events", self._events),
             Route("/api/runs/{run}/groups/{group:int}/rollouts/{rollout:int}/test_case", self._test_case),
             Route("/", self._asset),
@@ -119,7 +119,7 @@ class Viewer:
 
         return endpoint
 
-    def _told(self, answer: Callable[[Request], Any]) -> Callable[[Request], Any]:
+    def _json(self, answer: Callable[[Request], Any]) -> Callable[[Request], Any]:
         async def endpoint(request: Request) -> Response:
             return await self._answered(lambda asked: _packed(answer(asked)), request)
 

@@ -71,8 +71,7 @@ async def _serving(
 async def serve_for(options: ViewOptions, life: Coroutine[Any, Any, None], report: Callable[[str], None]) -> None:
     """Serve as long as `life` lasts; `report` gets the URL."""
     listening = _listen(options)
-    with contextlib.suppress(OSError):
-        os.nice(_NICE)
+    _step_back()
     async with _serving(options, listening) as (server, viewer, serving):
         report(url_of(options, listening))
         await life

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from headrace.config import RunConfig
 from headrace.engines.base import ModelHost, RolloutEngine
+from headrace.engines.servers.build import ServerKind, build_servers
+from headrace.engines.servers.life import ServerOptions
 from headrace.engines.sglang.engine import SglangEngine
 from headrace.engines.sglang.factory import transports
-from headrace.engines.vllm.build import ServerKind, build_servers
-from headrace.engines.vllm.engine import VllmOptions
 from headrace.models.catalog import resolve_model
 from headrace.utils.child_environment import expanded
 
@@ -27,7 +27,7 @@ class SglangLaunch:
     """What a server is started with."""
 
     config: RunConfig
-    options: VllmOptions
+    options: ServerOptions
 
     def command(self, port: int) -> Sequence[str]:
         section = self.config.engine

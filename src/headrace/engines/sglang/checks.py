@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from headrace.engines.servers.client import ServerClient, ServerRefusedError
-from headrace.engines.vllm.checks import ServerFacts
+from headrace.engines.servers.facts import ServerFacts
 from headrace.errors import ConfigError
 
 OLDEST = (0, 5)

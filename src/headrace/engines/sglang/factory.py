@@ -6,7 +6,6 @@ import torch
 
 from headrace.config import RunConfig
 from headrace.engines.base import EngineAbilities, ModelHost, RolloutEngine
-from headrace.engines.vllm.factory import servers
 from headrace.errors import ConfigError
 
 _KNOWN = ("nccl", "disk")
@@ -19,7 +18,7 @@ class SglangEngines:
         return EngineAbilities(
             transports=transports(config),
             exact_seeds=False,  # tokens near a tie depend on what else is in the batch
-            pins=servers(config) > 1,  # one of several servers is kept back
+            pins=config.engine.servers > 1,  # one of several servers is kept back
             digests=False,
             pauses_to_sync=True,
             model_logprobs=False,

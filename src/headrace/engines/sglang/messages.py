@@ -7,7 +7,7 @@ from typing import Any
 
 from headrace.data.episode import FinishReason
 from headrace.engines.request import Request
-from headrace.engines.vllm.messages import require_finite
+from headrace.engines.servers.facts import require_finite
 from headrace.errors import EngineError
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Any
 
 from headrace.engines.servers.client import ServerClient, ServerRefusedError
+from headrace.engines.servers.facts import ServerFacts
 from headrace.errors import ConfigError
 
 OLDEST = (0, 32)
@@ -16,17 +16,6 @@ _TRANSFER = {"/start_weight_update": _DEV, "/update_weights": _DEV, "/finish_wei
 _RPC = {"/collective_rpc": _DEV}
 _SLEEP = {"/sleep": _DEV, "/wake_up": _DEV}
 _LORA = {"/v1/load_lora_adapter": "start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"}
-
-
-@dataclass(frozen=True, slots=True)
-class ServerFacts:
-    """What a server is."""
-
-    model: str
-    max_model_length: int | None
-    world_size: int
-    priorities: bool
-    """Whether requests may go before others."""
 
 
 async def inspect_server(client: ServerClient, transport: str, sleeps: bool) -> ServerFacts:

@@ -20,7 +20,8 @@ class VllmEngines:
         return EngineAbilities(
             transports=transports(config),
             exact_seeds=False,  # tokens near a tie depend on what else is in the batch
-            pins=lora or servers(config) > 1,  # adapters are served side by side; of several servers, one is kept back
+            pins=lora
+            or config.engine.servers > 1,  # adapters are served side by side; of several servers, one is kept back
             digests=False,
             pauses_to_sync=True,
             model_logprobs=False,
@@ -35,11 +36,6 @@ class VllmEngines:
 
 
 vllm_engine = VllmEngines()
-
-
-def servers(config: RunConfig) -> int:
-    """How many servers sample."""
-    return len(config.engine.urls) or config.engine.replicas
 
 
 def transports(config: RunConfig) -> tuple[str, ...]:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 from headrace.data.episode import FinishReason
 from headrace.engines.request import Request
+from headrace.engines.servers.facts import require_finite
 from headrace.errors import DataError, EngineError
 
 _LOWEST = 0.01  # vLLM samples with this temperature where it is asked for a lower one that is not 0
-_FLOOR = -9998.0  # what vLLM returns for minus infinity and for what is no number is below
 
 
 class AbortedError(Exception):
@@ -131,10 +130,3 @@ def row_logprobs(row: Sequence[int], answer: Any, url: str) -> list[float]:
         raise EngineError(f"{url} did not score a row of {len(row)} tokens: {str(answer)[:200]}") from None
     require_finite(found, url)
     return found
-
-
-def require_finite(logprobs: Sequence[float], url: str) -> None:
-    """Refuse what no loss could be computed with."""
-    for logprob in logprobs:
-        if logprob is None or not math.isfinite(logprob) or logprob < _FLOOR:
-            raise DataError(f"{url} returned the log-probability {logprob}, which cannot be trained on")

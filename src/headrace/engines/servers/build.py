@@ -1,0 +1,121 @@
+"""From a configuration to engines of servers, of whichever kind."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from headrace.config import RunConfig
+from headrace.engines.base import ModelHost, RolloutEngine, SamplingParams
+from headrace.engines.http import authorization
+from headrace.engines.pool import EnginePool
+from headrace.engines.servers.client import ServerClient
+from headrace.engines.servers.engine import ServerEngine
+from headrace.engines.servers.life import ServerOptions
+from headrace.engines.servers.server import GivenServer, Server, StartedServer
+from headrace.errors import ConfigError
+from headrace.weights.sender import ServerSender
+
+_MOST = 1 << 30
+
+
+class LaunchedServer(Protocol):
+    """How a server is started."""
+
+    def command(self, port: int) -> Sequence[str]: ...
+    def environment(self) -> dict[str, str]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ServerKind:
+    """What differs between the servers of one project and of another."""
+
+    name: str
+    shown: str
+    engine: type[ServerEngine]
+    launch: Callable[[RunConfig, ServerOptions], LaunchedServer]
+    transports: Callable[[RunConfig], tuple[str, ...]]
+
+
+def build_servers(config: RunConfig, host: ModelHost, kind: ServerKind) -> RolloutEngine:
+    """Engines of servers of one kind, alone or in a pool."""
+    if not isinstance(host.sender, ServerSender) or host.vocabulary is None:
+        raise ConfigError(
+            f'engine "{kind.name}" needs a backend that sends to servers, got {type(host.sender).__name__}; return a '
+            f"ServerSender from the backend's host(), or set engine.name to another engine"
+        )
+    count = config.engine.servers
+    options = _options(config, host, kind.transports(config)[0], waits=count == 1)
+    engines = [_engine(config, options, kind, number) for number in range(count)]
+    # with adapters, servers have several versions side by side, and all of them pin
+    engine = engines[0] if count == 1 else EnginePool(engines, pins_one=not config.model.lora.rank)
+    host.sender.bind(engine.endpoints)
+    return engine
+
+
+def _engine(config: RunConfig, options: ServerOptions, kind: ServerKind, number: int) -> ServerEngine:
+    section = config.engine
+    made: list[Server] = []
+
+    def client() -> ServerClient:
+        headers = authorization(section.api_key_env) if section.urls else {}
+        return ServerClient(made[0].url, headers)
+
+    async def ask() -> None:
+        one = client()
+        try:
+            await one.get("/health", 5.0)
+        finally:
+            await one.close()
+
+    made.append(_server(config, options, kind, number, ask))
+    return kind.engine(made[0], client, options)
+
+
+def _server(config: RunConfig, options: ServerOptions, kind: ServerKind, number: int, ask: Callable[[], Any]) -> Server:
+    section = config.engine
+    if section.urls:
+        return GivenServer(section.urls[number], ask, section.start_timeout_s)
+    launch = kind.launch(config, options)
+    log = _logs(config) / f"{kind.name}_{number}.log"
+    name = f"{kind.shown} server {number}"
+    return StartedServer(name, launch.command, launch.environment(), log, ask, section.start_timeout_s)
+
+
+def _logs(config: RunConfig) -> Path:
+    """In the run's folder; elsewhere for what has none, such as an evaluation."""
+    folder = config.run.dir / config.run.name
+    return folder / "engines" if folder.is_dir() else Path(tempfile.mkdtemp(prefix="headrace-engines-"))
+
+
+def _options(config: RunConfig, host: ModelHost, transport: str, waits: bool) -> ServerOptions:
+    section, tokenizer = config.engine, host.tokenizer
+    return ServerOptions(
+        vocabulary=host.vocabulary or len(tokenizer),
+        max_model_length=_length(section.max_model_length, host.max_length),
+        eos_ids=host.eos_ids,
+        detokenize=lambda ids: tokenizer.decode(list(ids), skip_special_tokens=True),
+        defaults=SamplingParams(max_tokens=config.rollout.max_tokens),
+        max_batch=section.max_batch,
+        recompute=section.cache_on_publish == "recompute",
+        sleeps=config.trainer.placement == "colocate",
+        transport=transport,
+        health_every_s=section.health_every_s,
+        waits=waits,
+    )
+
+
+def _length(wanted: int | None, longest: int | None) -> int:
+    """One less than the model reads: scoring a row samples a token behind it, which must fit as well."""
+    if wanted is None and longest is None:
+        raise ConfigError("the backend does not say how much the model reads; set engine.max_model_length")
+    most = (longest or _MOST) - 1
+    if wanted is not None and wanted > most:
+        raise ConfigError(
+            f"engine.max_model_length is {wanted}, but servers use at most {most} of the {longest} tokens that "
+            f"the model reads; lower it, or leave it out to take the model's limit"
+        )
+    return wanted or most
