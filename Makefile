@@ -17,7 +17,7 @@ HANGS := -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true
 BENCHMARKS = $(sort $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py)))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup vllm demo test test-slow check bench clean
+.PHONY: help setup vllm verl demo test test-slow check bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,6 +42,9 @@ $(STAMP): pyproject.toml constraints.txt $(LOCKS)
 
 vllm: $(STAMP) ## make .venv-vllm with vLLM's CPU build, for engine.name = "vllm" without a GPU
 	@$(BIN)/python benchmarks/_environments.py vllm
+
+verl: $(STAMP) ## make .venv-verl with verl and Headrace, for backend.name = "verl"
+	@$(BIN)/python benchmarks/_environments.py verl
 
 demo: $(STAMP) ## train the small countdown example
 	$(BIN)/headrace train examples/countdown.toml $(ARGS)

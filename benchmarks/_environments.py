@@ -10,10 +10,11 @@ from pathlib import Path
 HERE = Path(__file__).parent
 
 
-def environment(name: str, option: str, exact: bool = False) -> Path:
+def environment(name: str, option: str, exact: bool = False, with_headrace: bool = False) -> Path:
     """The interpreter of `.venv-NAME`, which is made if it is not there or has other versions than its requirements.
 
-    `exact`: install exactly the requirements, without the dependencies that the packages declare.
+    `exact`: install exactly the requirements, without the dependencies that the packages declare. `with_headrace`: and
+    Headrace from this clone, which they also build.
     """
     requirements = HERE / f"{name}_requirements.txt"
     folder = HERE.parent / f".venv-{name}"
@@ -28,6 +29,9 @@ def environment(name: str, option: str, exact: bool = False) -> Path:
     checked([sys.executable, "-m", "venv", "--clear", str(folder)], f"cannot make {folder.name}", remedy)
     checked([*install, torch], f"cannot install {torch}", remedy)
     checked(all_of_it, f"cannot install {requirements.name}", remedy)
+    if with_headrace:
+        ours = [*install, "--no-deps", "--no-build-isolation", "-e", str(HERE.parent)]
+        checked(ours, "cannot install Headrace", remedy)
     stamp.write_text(wanted)
     return python
 
@@ -53,4 +57,5 @@ def checked(command: list[str], problem: str, remedy: str, **variables: str) -> 
 
 
 if __name__ == "__main__":
-    print(environment(sys.argv[1], f"--{sys.argv[1]}-python", exact=sys.argv[1] == "vllm"))
+    wanted = sys.argv[1]
+    print(environment(wanted, f"--{wanted}-python", wanted in ("vllm", "verl"), with_headrace=wanted == "verl"))

@@ -12,6 +12,7 @@ from fakes import ROOT
 from headrace import load_config
 from headrace.cli.main import run as run_command
 from headrace.models.catalog import model_folder
+from verl_pool import WHY, has_verl
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.toml"))
 SMALL = ["--trainer.steps=1", "--trainer.batch_size=2", "--rollout.max_tokens=8"]
@@ -58,8 +59,8 @@ def test_a_run_file_loads_and_says_how_it_is_started(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    # the others need a teacher, a model that is not bundled, or a server, and have tests of their own
-    [p for p in EXAMPLES if p.stem not in ("countdown_distill", "countdown_tinker", *REAL)],
+    # the others need a teacher, a model that is not bundled, a server or verl, and have tests of their own
+    [p for p in EXAMPLES if p.stem not in ("countdown_distill", "countdown_tinker", "countdown_verl", *REAL)],
     ids=lambda p: p.stem,
 )
 def test_a_run_file_trains(path: Path, tmp_path: Path) -> None:
@@ -82,4 +83,11 @@ def test_distillation_takes_the_exported_folder_of_a_run(tmp_path: Path) -> None
 @pytest.mark.parametrize("name", REAL)
 def test_the_real_model_trains(name: str, tmp_path: Path) -> None:
     last = train(ROOT / "examples" / f"{name}.toml", tmp_path / "run")
+    assert last["step"] == 1 and last["tokens/trained"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_verl(), reason=WHY)
+def test_verl_trains_its_run_file(tmp_path: Path) -> None:
+    last = train(ROOT / "examples" / "countdown_verl.toml", tmp_path / "run")
     assert last["step"] == 1 and last["tokens/trained"] > 0

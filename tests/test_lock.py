@@ -28,15 +28,24 @@ APART = (
     "mlflow",
     "trackio",
     "tensorboard",
-)  # extras that are installed, and tested, on their own: they are large
+    "verl",
+)  # extras that are installed, and tested, on their own: they are large, or want other versions
+EXACT = ("verl",)
+"""Packages of which another version is another program to us."""
 PINS = read_pins(CONSTRAINTS)
-PINS_APART = read_pins(ROOT / "requirements" / "trackers.txt")
+PINS_APART = {
+    **read_pins(ROOT / "requirements" / "trackers.txt"),
+    **read_pins(ROOT / "benchmarks" / "verl_requirements.txt"),
+}
 
 
 @pytest.mark.parametrize(("group", "one"), OTHERS, ids=[f"{group}:{one.name}" for group, one in OTHERS])
 def test_a_range_begins_at_what_is_tested_and_has_an_end(group: str, one: Requirement) -> None:
     pinned = Version((PINS_APART if group in APART else PINS)[canonicalize_name(one.name)])
     assert one.specifier.contains(pinned, prereleases=True)
+    if one.name in EXACT:
+        assert str(one.specifier) == f"=={pinned}"
+        return
     (lowest,) = [Version(part.version) for part in one.specifier if part.operator == ">="]
     (end,) = [Version(part.version) for part in one.specifier if part.operator == "<"]
     assert lowest.release[:2] == (*pinned.release, 0)[:2] or lowest.release == pinned.release[:1], "never tested"

@@ -30,8 +30,14 @@ class MissingExtraError(HeadraceError, ImportError):
     """An optional dependency is not installed."""
 
 
+_OWN_ENVIRONMENT = {"verl": "make verl (an environment of its own: .venv-verl/bin/headrace)"}
+"""Extras whose versions do not fit those of the others."""
+
+
 def install_line(extra: str) -> str:
     """What installs an extra, in the folder that Headrace was cloned into: it is on no index."""
+    if extra in _OWN_ENVIRONMENT:
+        return _OWN_ENVIRONMENT[extra]
     return f'.venv/bin/pip install -e ".[{extra}]" -c constraints.txt'
 
 

@@ -33,6 +33,7 @@ _BUILTIN: dict[str, dict[str, str]] = {
         "local": "headrace.backends.local.backend:LocalBackend",
         "fsdp": "headrace.backends.fsdp.backend:FsdpBackend",
         "tinker": "headrace.backends.tinker.backend:TinkerBackend",
+        "verl": "headrace.backends.verl.backend:VerlBackend",
     },
     "engine": {
         "torch": "headrace.engines.builtin:torch_engine",
@@ -142,6 +143,8 @@ _EXTRA_OF_PACKAGE = {
     "google": "serve",  # protobuf
     "tinker": "tinker",
     "ray": "ray",
+    "verl": "verl",
+    "tensordict": "verl",
     "wandb": "wandb",
     "mlflow": "mlflow",
     "trackio": "trackio",

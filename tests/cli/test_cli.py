@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -243,7 +244,7 @@ def test_without_torch_doctor_and_get_say_what_to_install(without_local_extra: d
 def test_doctor_knows_the_packages_of_every_extra():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     declared = {
-        extra: tuple(name for name in (r.split(">")[0] for r in requirements) if not name.startswith("headrace"))
+        extra: tuple(name for name in (re.split("[>=]", r)[0] for r in requirements) if not name.startswith("headrace"))
         for extra, requirements in project["optional-dependencies"].items()
         if extra != "dev"
     }

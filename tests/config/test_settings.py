@@ -150,12 +150,13 @@ RUNS: list[dict[str, Any]] = [
     {"engine": {"name": "vllm", "urls": ["http://127.0.0.1:8000"]}},
     {"judge": {"placement": "ray"}, "cluster": {"address": "auto"}, "workflow": {"judger": "exact"}},
     {"backend": {"name": "mine.py:Backend"}, "cluster": {"address": "auto"}},
+    {"backend": {"name": "verl", "gradient_checkpointing": True}, "model": {"lora": {"rank": 4}}},
     {"backend": {"name": "mine.py:Backend"}, "judge": {"placement": "ray"}},
 ]
 """Between them, every condition of every setting holds in one and does not in another."""
 
 VALUES: dict[str, Any] = {
-    "backend.ranks": 2,
+    "backend.ranks": 2, "backend.verl": {"engine": {"forward_prefetch": True}},
     "run.name": "other", "judge.routes": {"*": {"name": "exact"}}, "optimizer.betas": [0.8, 0.9],
     "data.columns": {"id": "a"},
     "eval.sets.x.columns": {"id": "a"}, "data.mixture.x.columns": {"id": "a"}, "simulate.grid": {"run.seed": [1]},

@@ -163,6 +163,7 @@ BACKENDS: Mapping[str, BackendFacts] = {
     "local": BackendFacts(value_head=True),
     "fsdp": BackendFacts(value_head=True),
     "tinker": BackendFacts(value_head=False),
+    "verl": BackendFacts(value_head=False),
 }
 
 FACTS: Mapping[str, Mapping[str, Facts]] = {

@@ -7,7 +7,8 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 
 import ray
@@ -30,19 +31,39 @@ def connect(cluster: ClusterSection) -> None:
     with _signals_as_they_are(), _quiet():
         try:
             _require_reachable(cluster.address)
-            ray.init(
-                address=cluster.address,
-                namespace=NAMESPACE,
-                runtime_env=cluster.runtime_env or None,
-                include_dashboard=False if cluster.address == "local" else None,
-                log_to_driver=False,
-                logging_level=logging.WARNING,
+            _on_lasting_thread(
+                lambda: ray.init(
+                    address=cluster.address,
+                    namespace=NAMESPACE,
+                    runtime_env=cluster.runtime_env or None,
+                    include_dashboard=False if cluster.address == "local" else None,
+                    log_to_driver=False,
+                    logging_level=logging.WARNING,
+                )
             )
         except (OSError, RuntimeError, ValueError) as error:
             raise ConfigError(
                 f'there is no Ray cluster at cluster.address = "{cluster.address}" ({_first_line(error)}); start one '
                 f'with `ray start --head`, or set cluster.address = "local"'
             ) from error
+
+
+def _on_lasting_thread(function: Callable[[], object]) -> None:
+    """Call it on a thread that stays: Ray's processes are killed with the thread that has started them, which may be
+    that of a learner, and this process may have another run after it."""
+    done: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            function()
+        except BaseException as error:
+            done.set_exception(error)
+            return
+        done.set_result(None)
+        threading.Event().wait()
+
+    threading.Thread(target=run, name="headrace-ray", daemon=True).start()
+    done.result()
 
 
 def _require_reachable(address: str) -> None:

@@ -115,6 +115,19 @@ FSDP = Condition(
     lambda s: s.c.backend.name == "fsdp" or has_own({s.c.backend.name}, "backend"),
     'it is for backend "fsdp", and backend.name is "{c.backend.name}"',
 )
+RANKS = Condition(
+    lambda s: s.c.backend.name in ("fsdp", "verl") or has_own({s.c.backend.name}, "backend"),
+    'it is for backends with ranks ("fsdp", "verl"), and backend.name is "{c.backend.name}"',
+)
+VERL = Condition(
+    lambda s: s.c.backend.name == "verl" or has_own({s.c.backend.name}, "backend"),
+    'it is for backend "verl", and backend.name is "{c.backend.name}"',
+)
+NOT_VERL = Condition(
+    lambda s: s.c.backend.name != "verl",
+    'backend "verl" computes with verl\'s own forward pass',
+    "remove it, or see docs/verl.md for what [backend.verl] has in its place",
+)
 TINKER_RANK = Condition(lambda s: s.c.backend.name != "tinker", "the adapters are the service's", "set tinker.rank")
 TINKER = Condition(
     lambda s: s.c.backend.name == "tinker" or has_own({s.c.backend.name}, "backend"),
@@ -239,7 +252,7 @@ PLACES = Condition(
     lambda s: places_learners(s.c) or places_judgers(s.c),
     'no part of the run is placed on a cluster: backend "{c.backend.name}" runs on this machine, and judge.placement '
     'is "local"',
-    'remove it, or set backend.name = "fsdp" or judge.placement = "ray"',
+    'remove it, or set backend.name = "fsdp" or "verl", or judge.placement = "ray"',
 )
 ON_RAY = Condition(
     lambda s: bool(s.own.address),

@@ -119,7 +119,7 @@ def is_judged(config: RunConfig) -> bool:
 
 def places_learners(config: RunConfig) -> bool:
     """Whether the learner can be placed on a cluster: it has ranks, or is a user's own."""
-    return config.backend.name == "fsdp" or has_own({config.backend.name}, "backend")
+    return config.backend.name in ("fsdp", "verl") or has_own({config.backend.name}, "backend")
 
 
 def places_judgers(config: RunConfig) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
@@ -97,6 +97,7 @@ class ModelSection(Section):
     effects: ClassVar = declare(
         when.NAMED_HERE("name"),
         when.NOT_TINKER("device", "dtype", "attention", "fast_path", "tf32", "quantize"),
+        when.NOT_VERL("attention", "tf32", "quantize"),
         when.MAYBE_CPU("fast_path"),
         when.MAYBE_CUDA("tf32"),
         when.MAYBE_WIDE("tf32"),
@@ -125,7 +126,8 @@ class BackendSection(Section):
     means 2."""
 
     ranks: Annotated[int, Field(ge=1, le=65_536)] | Literal["auto"] = "auto"
-    """Ranks of backend "fsdp". "auto": one for each GPU of this machine, or of the cluster; without GPUs, one."""
+    """Ranks of backends "fsdp" and "verl". "auto": one for each GPU of this machine, or of the cluster; without GPUs,
+    one."""
     shard: int = Field(default=0, ge=0, le=65_536)
     """So many ranks hold the model between them; several such groups hold it several times over (HSDP). 0: all."""
     cpu_offload: bool = False
@@ -133,12 +135,18 @@ class BackendSection(Section):
     needed."""
     rank_timeout_s: float = Field(default=600.0, gt=0, le=LONGEST_S)
     """How long ranks may compute without any progress. Then their stacks go to the log, and all are started again."""
+    verl: dict[str, dict[str, Any]] = {}
+    """Settings of verl's own for backend "verl", checked against its configuration classes: tables "engine", "model"
+    and "optimizer"."""
 
     effects: ClassVar = declare(
         always("name", "micro_batch_tokens"),
         when.NOT_TINKER("logits_chunk", "share_prefixes", "gradient_checkpointing", "checkpoint_every", "threads"),
         when.CHECKPOINTS("checkpoint_every"),
-        when.FSDP("ranks", "shard", "cpu_offload", "rank_timeout_s"),
+        when.NOT_VERL("logits_chunk", "share_prefixes", "checkpoint_every"),
+        when.RANKS("ranks", "shard", "rank_timeout_s"),
+        when.FSDP("cpu_offload"),
+        when.VERL("verl"),
     )
 
 
@@ -174,6 +182,7 @@ class OptimizerSection(Section):
 
     effects: ClassVar = declare(
         when.NOT_TINKER("master_dtype", "offload"),
+        when.NOT_VERL("master_dtype", "offload"),
         when.MAYBE_ACCELERATOR("offload"),
         always("lr", "betas", "eps", "weight_decay", "grad_clip", "schedule", "warmup_steps"),
         when.NO_WARMUP_STEPS("warmup_ratio"),

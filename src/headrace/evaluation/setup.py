@@ -43,7 +43,7 @@ def in_this_process(config: RunConfig) -> RunConfig:
     trainer = config.trainer.model_copy(update={"placement": "colocate", "release_cache": None})
     engine = config.engine.model_copy(update={"threads": 0})
     backend = config.backend
-    if backend.name == "fsdp":  # whose checkpoints the local backend reads
+    if backend.name in ("fsdp", "verl"):  # whose checkpoints the local backend reads
         backend = BackendSection(**backend.model_dump(include={"micro_batch_tokens", "logits_chunk", "threads"}))
     return config.model_copy(update={"trainer": trainer, "engine": engine, "backend": backend})
 

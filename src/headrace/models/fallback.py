@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 
 from headrace.config import Weights
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, ModelError
 from headrace.models.batched_decoding import BatchedDecoder, choose_decoder, remember_decoder
 from headrace.models.causal import Draws, require_no_copy
 from headrace.models.modules import copy_modules, copy_weights, trained_parameters
@@ -17,11 +18,26 @@ from headrace.models.packed import PackedRows
 from headrace.models.packed_forward import PackedForward
 from headrace.models.parts import Parts
 
+OLDEST = (5, 19)
+"""The transformers whose masks know rows at different positions."""
+
+
+def require_slots() -> None:
+    """An older one may be installed where another package wants it."""
+    if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise ModelError(
+            f"transformers {transformers.__version__} cannot decode rows at different positions, which takes {oldest}; "
+            f'here engine "torch" runs only models of the Llama family on the CPU, with model.fast_path = true: use '
+            f'one of these, or engine.name = "vllm"'
+        )
+
 
 class TransformersModel:
     """The model's own forward. Slower than the fast path, and right for every architecture."""
 
     def __init__(self, hf_model: Any, attention: str = "auto") -> None:
+        require_slots()
         self._trained = trained_parameters(hf_model)
         # modules of its own: the learner's may be in training mode, where checkpointing drops the cache, or have their
         # adapters switched off for a moment

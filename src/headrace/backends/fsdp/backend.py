@@ -11,7 +11,7 @@ import torch
 
 from headrace.backends.base import Scorer, Trained
 from headrace.backends.fsdp.group import LearnerGroup
-from headrace.backends.fsdp.launching import new_launcher, rank_count
+from headrace.backends.fsdp.launching import Launcher, new_launcher, rank_count
 from headrace.backends.fsdp.sending import RankBuffers, RankSender, RankWeights
 from headrace.backends.local.numerics import numerics
 from headrace.backends.local.token_losses import require_known_losses
@@ -40,15 +40,20 @@ class FsdpBackend:
         self.tokenizer = load_tokenizer(config.model.name)
         self._thread = TensorThread("headrace-ranks", stays=True)
         cut = (config.backend.micro_batch_tokens, config.run.deterministic)
-        self.group = self._thread.submit(lambda: LearnerGroup(new_launcher(config), *cut)).result()
+        self.group = self._thread.submit(lambda: LearnerGroup(self.new_launcher(config), *cut)).result()
         self._facts: dict[str, Any] = self._thread.submit(lambda: self.group.together("facts")[0]).result()
         self._weights = RankWeights(self.group, self._on_thread)
+
+    @staticmethod
+    def new_launcher(config: RunConfig) -> Launcher:
+        """What starts the ranks."""
+        return new_launcher(config)
 
     @staticmethod
     def check(config: RunConfig) -> None:
         check_threads(config)
         require_known_losses(config)
-        _check_ranks(config)
+        check_ranks(config)
         if config.distill.teacher != "initial":
             resolve_model(config.distill.teacher)
 
@@ -116,7 +121,8 @@ def given_text(tokens: Sequence[int]) -> Sample:
     return Sample(tuple(tokens), (1,) * targets, zeros, (NO_VERSION,) * targets, zeros)
 
 
-def _check_ranks(config: RunConfig) -> None:
+def check_ranks(config: RunConfig) -> None:
+    """Raise ConfigError for ranks that do not fit the cluster, the shards or the engine."""
     section, size = config.backend, rank_count(config)
     if config.cluster.address and section.ranks == "auto" and config.run.deterministic:
         raise ConfigError(
@@ -137,8 +143,8 @@ def _check_ranks(config: RunConfig) -> None:
         )
     if config.trainer.placement != "separate" and config.engine.name == "torch":
         raise ConfigError(
-            'backend "fsdp" holds the model in shards, which engine "torch" cannot decode with in place; set '
-            'trainer.placement = "separate"'
+            f'backend "{section.name}" holds the model in shards, which engine "torch" cannot decode with in place; '
+            f'set trainer.placement = "separate"'
         )
     if section.cpu_offload and not torch.cuda.is_available() and not config.cluster.address:
         raise ConfigError(

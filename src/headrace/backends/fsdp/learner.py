@@ -13,11 +13,10 @@ from headrace.backends.base import Scorer, Trained
 from headrace.backends.fsdp.forward import RankForward
 from headrace.backends.fsdp.sharding import Root, as_fsdp, decoder_layers, full, new_mesh, shard_modules
 from headrace.backends.fsdp.shares import Share
-from headrace.backends.fsdp.storage import load_shards, save_shards
-from headrace.backends.fsdp.weights import GatheredWeights, read_weights, write_weights
+from headrace.backends.fsdp.storage import export_gathered, load_shards, save_shards
+from headrace.backends.fsdp.weights import GatheredWeights, SendsWeights
 from headrace.backends.local.frozen import FrozenModel, score_rows
 from headrace.backends.local.learner import Found, Learner
-from headrace.backends.local.storage import export_folder
 from headrace.backends.local.token_losses import MicroBatch
 from headrace.backends.local.tokens import TokenTensors
 from headrace.backends.ranks import progress
@@ -27,29 +26,26 @@ from headrace.errors import DivergedError
 from headrace.models.bfloat16 import make_bfloat16_safe
 from headrace.models.device import forward_dtype
 from headrace.models.load import load_model
-from headrace.weights.base import Endpoint, Transfer
-from headrace.weights.sender import new_transfer
-from headrace.weights.shared_memory import Layout
 
 T = TypeVar("T")
 EMPTY = Sample(tokens=(0, 0), loss_mask=(1,), logprobs=(0.0,), versions=(NO_VERSION,), advantages=(0.0,))
 """What a rank runs in a pass for which it has no rows: its loss has weight 0."""
 
 
-class RankLearner(Learner):
+class RankLearner(SendsWeights, Learner):
     """Parameters, gradients and optimizer state in shards. Alone, it is the local learner with transformers' forward.
 
     No method may fail on one rank alone before the others' collectives are done: they would wait for it.
     """
 
     def __init__(self, config: RunConfig, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
+        SendsWeights.__init__(self, rank)
+        self.size = size
         self.forward_dtype = forward_dtype(config.model)
         self._root: Root | None = None
         self._valued = False
-        self._transfers: dict[str, Transfer] = {}
         self._diverged: DivergedError | None = None
-        super().__init__(config)
+        Learner.__init__(self, config)
 
     # ---- calls with a share ----------------------------------------------------------------------------------------
 
@@ -91,37 +87,8 @@ class RankLearner(Learner):
     # ---- weights and state -----------------------------------------------------------------------------------------
 
     def gathered(self) -> GatheredWeights:
-        """The trained weights as a weight sync sends them; gathering them is collective."""
         held = not self.config.model.lora.rank  # adapters are sent as they are held
         return GatheredWeights(super().weights(), self.forward_dtype if held else None)
-
-    def write_weights(self, layout: Layout | None, path: str, writers: Sequence[int]) -> str:
-        """Gather the trained weights and write them to a mapped file; their fingerprint, on rank 0."""
-        return write_weights(self.gathered(), layout, path, writers, self.rank)
-
-    def read_weights(self) -> tuple[str, list[tuple[str, Any]]]:
-        """For an engine that is on no rank's machine: fingerprint and bytes, on rank 0."""
-        return read_weights(self.gathered(), self.rank)
-
-    def send_weights(self, transport: str, endpoints: Sequence[Endpoint], version: int) -> str | None:
-        """Send the trained weights to servers: rank 0 sends, all gather. What arrived, by whom rank 0 has asked."""
-        stream = self.gathered()
-        try:
-            if self.rank == 0:
-                if transport not in self._transfers:
-                    self._transfers[transport] = new_transfer(transport)
-                transfer = self._transfers[transport]
-                transfer.open(endpoints, self.rank)
-                return transfer.send(stream, version)
-            return None
-        finally:  # also if a server was lost: the other ranks are gathering
-            stream.drain()
-
-    def close_transfers(self) -> None:
-        """Give back what senders to servers hold."""
-        for transfer in self._transfers.values():
-            transfer.close()
-        self._transfers.clear()
 
     def weights(self) -> dict[str, Tensor]:
         return {name: full(tensor) for name, tensor in super().weights().items()}
@@ -136,15 +103,7 @@ class RankLearner(Learner):
             self._the_teacher().copy_from(teacher)
 
     def export(self, folder: Path) -> None:
-        weights = {name: tensor.cpu() for name, tensor in self.weights().items()}
-        if self.rank:
-            return
-        whole = load_model(self.config.model)
-        with torch.no_grad():
-            for name, parameter in whole.named_parameters():
-                if name in weights:
-                    parameter.copy_(weights[name])
-        export_folder(folder, whole, self.tokenizer)
+        export_gathered(folder, self.weights(), self.config.model, self.tokenizer, self.rank)
 
     def gradient(self) -> dict[str, Tensor]:
         """What has accumulated, complete; on rank 0 alone."""

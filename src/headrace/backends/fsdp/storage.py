@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,8 +16,18 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from headrace.backends.local.sharded_files import flattened, is_sharded, read_into, read_outlines
-from headrace.backends.local.storage import MOMENTS, State, check_state, load_teacher, read_files, trainable_names
+from headrace.backends.local.storage import (
+    MOMENTS,
+    State,
+    check_state,
+    export_folder,
+    load_teacher,
+    read_files,
+    trainable_names,
+)
+from headrace.config import ModelSection
 from headrace.errors import BackendError, boundary
+from headrace.models.load import load_model
 
 
 def save_shards(folder: Path, state: State, size: int) -> None:
@@ -56,6 +68,20 @@ def load_shards(
     optimizer.state.clear()
     optimizer.state.update(moments)
     return teacher or None
+
+
+@torch.no_grad()
+def export_gathered(
+    folder: Path, weights: Mapping[str, Tensor], section: ModelSection, tokenizer: Any, rank: int
+) -> None:
+    """On rank 0: the model as it is on disk, with the trained weights, as an ordinary model folder."""
+    if rank:
+        return
+    whole = load_model(section)
+    for name, parameter in whole.named_parameters():
+        if name in weights:
+            parameter.copy_(weights[name].cpu())
+    export_folder(folder, whole, tokenizer)
 
 
 @torch.no_grad()

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from headrace.backends.fsdp.sharding import full
-from headrace.weights.base import TensorInfo
+from headrace.weights.base import Endpoint, TensorInfo, Transfer
 from headrace.weights.digest import StreamedFingerprint
+from headrace.weights.sender import new_transfer
 from headrace.weights.shared_memory import Layout
 
 
@@ -60,6 +61,46 @@ class GatheredWeights:
     def _gather(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self._tensors.items():
             yield name, full(tensor).to(self._dtype or tensor.dtype)
+
+
+class SendsWeights:
+    """What a rank does with its trained weights. Every method is called on all ranks at once."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self._transfers: dict[str, Transfer] = {}
+
+    def gathered(self) -> GatheredWeights:
+        """The trained weights as a weight sync sends them; gathering them is collective."""
+        raise NotImplementedError
+
+    def write_weights(self, layout: Layout | None, path: str, writers: Sequence[int]) -> str:
+        """Gather the trained weights and write them to a mapped file; their fingerprint, on rank 0."""
+        return write_weights(self.gathered(), layout, path, writers, self.rank)
+
+    def read_weights(self) -> tuple[str, list[tuple[str, Any]]]:
+        """For an engine that is on no rank's machine: fingerprint and bytes, on rank 0."""
+        return read_weights(self.gathered(), self.rank)
+
+    def send_weights(self, transport: str, endpoints: Sequence[Endpoint], version: int) -> str | None:
+        """Send the trained weights to servers: rank 0 sends, all gather. What arrived, by whom rank 0 has asked."""
+        stream = self.gathered()
+        try:
+            if self.rank == 0:
+                if transport not in self._transfers:
+                    self._transfers[transport] = new_transfer(transport)
+                transfer = self._transfers[transport]
+                transfer.open(endpoints, self.rank)
+                return transfer.send(stream, version)
+            return None
+        finally:  # also if a server was lost: the other ranks are gathering
+            stream.drain()
+
+    def close_transfers(self) -> None:
+        """Give back what senders to servers hold."""
+        for transfer in self._transfers.values():
+            transfer.close()
+        self._transfers.clear()
 
 
 def write_weights(weights: GatheredWeights, layout: Layout | None, path: str, writers: Sequence[int], rank: int) -> str:

@@ -123,7 +123,7 @@ class RayRanks:
             return ray.get(list(asked), timeout=START_S)
         except RayError as error:
             self.kill()
-            raise RanksLostError(f"the ranks could not {method}: {_first_line(error)}") from error
+            raise RanksLostError(f"the ranks could not {method}: {_cause(error)}") from error
 
     def _collect(self, method: str, asked: Mapping[int, Any], timeout_s: float) -> dict[int, Any]:
         """Wait for all answers. Silence for too long, or the death of an actor, ends the group."""
@@ -183,3 +183,9 @@ def machine() -> str:
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def _cause(error: Exception) -> str:
+    """Of an actor that failed while it was made, what it raised: the last line of a long text."""
+    lines = str(error).strip().splitlines()
+    return lines[-1].strip() if lines else type(error).__name__
