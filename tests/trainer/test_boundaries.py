@@ -125,8 +125,8 @@ def cancelled_in_a_thread() -> None:
 
 ESCAPES: list[Callable[[], Any]] = [
     exits, interrupts, cancels_itself, cancels_itself_at_its_end, raises_cancelled, raises_generator_exit,
-    raises_its_own, raises_what_cannot_be_shown, exits_in_a_task, exits_in_a_group, leaves_a_task_that_exits, exits_in_a_thread,
-    stops_iteration_in_a_thread, cancelled_in_a_thread,
+    raises_its_own, raises_what_cannot_be_shown, exits_in_a_task, exits_in_a_group, leaves_a_task_that_exits,
+    exits_in_a_thread, stops_iteration_in_a_thread, cancelled_in_a_thread,
 ]  # fmt: skip
 every_escape = pytest.mark.parametrize("escape", ESCAPES, ids=lambda function: function.__name__)
 
