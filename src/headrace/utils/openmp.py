@@ -1,4 +1,6 @@
-"""How OpenMP threads wait for each other after every tensor operation. GNU's OpenMP, which torch ships, spins for milliseconds
+"""How OpenMP threads wait for each other: awake on a quiet machine, asleep on a busy one.
+
+OpenMP threads wait for each other after every tensor operation. GNU's OpenMP, which torch ships, spins for milliseconds
 before it sleeps. On a quiet machine that is right: most waits are shorter than falling asleep and waking up, and with
 shorter spinning a step takes twice as long at worst. On a busy machine the spinning threads take the cores from the
 thread that they wait for, and a step takes ten times as long.
