@@ -147,3 +147,20 @@ def test_bfloat16_computes_so_and_keeps_float32_for_the_optimizer(tmp_path: Path
     assert {tensor.dtype for tensor in narrow.together("weights")[0].values()} == {torch.float32}
     narrow.close()
     wide.close()
+
+
+@pytest.mark.usefixtures("workers")
+def test_parameters_that_stay_complete_after_scoring_are_neither_saved_nor_stale(tmp_path: Path) -> None:
+    config = verl_config(
+        Case("kept", PPO.algorithm, {"backend": {"verl": {"engine": {"reshard_after_forward": False}}}})
+    )
+    group = new_group(config)
+    steps(group, PPO, [1])
+    batch = PPO.batch(seed=2)
+    before = group.logprobs(batch, "policy")
+    group.save(tmp_path / "saved")
+    steps(group, PPO, [3])
+    after = group.logprobs(batch, "policy")
+    group.load(tmp_path / "saved")
+    assert group.logprobs(batch, "policy") == before != after
+    group.close()

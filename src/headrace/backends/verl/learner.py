@@ -11,11 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from verl.workers.engine_workers import TrainingWorker
 
 from headrace.backends.base import Scorer, Trained
 from headrace.backends.fsdp.learner import EMPTY
-from headrace.backends.fsdp.sharding import as_fsdp, full
+from headrace.backends.fsdp.sharding import full
 from headrace.backends.fsdp.shares import Share
 from headrace.backends.fsdp.storage import export_gathered, load_shards, save_shards
 from headrace.backends.fsdp.weights import GatheredWeights, SendsWeights
@@ -208,9 +209,12 @@ class VerlLearner(SendsWeights):
 
     @property
     def _module(self) -> Any:
-        """The sharded model: after a pass without gradients its outermost parameters may still be complete."""
+        """The sharded model: after a pass without gradients, parameters may still be complete, in copies that neither
+        the optimizer nor a checkpoint changes."""
         module = self._worker.engine.module
-        as_fsdp(module).reshard()
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
         return module
 
     @property
