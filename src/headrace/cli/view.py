@@ -28,7 +28,7 @@ def view(
     steps: Annotated[str | None, Parameter(help="For --export: steps A to B in detail, as A:B.")] = None,
     limit_mb: Annotated[float, Parameter(help="For --export: largest size; the newest steps come first.")] = 20.0,
 ) -> None:
-    """Show runs in the browser: curves, batches, rollouts, every token. Works during a run; changes none of its files."""
+    """Show runs in the browser: curves, batches, rollouts, every token. Works during a run; changes no file of it."""
     from headrace.registry import load_object
 
     if export is not None:
