@@ -18,6 +18,7 @@ import httpx2
 import pytest
 from made_runs import MadeRun, crashed_run, finished_run
 
+from headrace.cli.main import run
 from headrace.errors import ConfigError, LedgerError
 from headrace.ledger import schema
 from headrace.utils.file_lock import FileLock
@@ -160,6 +161,12 @@ def test_a_pipe_in_a_run_folder_is_not_waited_for(tmp_path: Path, name: str) -> 
 def test_a_port_that_there_is_not_is_refused(tmp_path: Path, port: int) -> None:
     with pytest.raises(ConfigError, match=f"--port must be between .* got {port}"):
         ViewOptions(root=tmp_path, port=port)
+
+
+@pytest.mark.parametrize("steps", ["5:1", "0:3", "x"])
+def test_steps_to_export_go_up_from_one(tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: str) -> None:
+    assert run(["view", str(tmp_path), "--export", str(tmp_path / "all.html"), "--steps", steps]) == 2
+    assert "--steps is A:B" in capsys.readouterr().err and not (tmp_path / "all.html").exists()
 
 
 def test_a_damaged_ledger_is_named_by_its_own_path_and_left_out_of_an_export(tmp_path: Path) -> None:
