@@ -44,3 +44,11 @@ def test_a_part_that_fails_is_a_line_of_the_report(capsys: pytest.CaptureFixture
     (check,) = check_gpu.attempt("engine", broken)  # type: ignore[arg-type]
     assert not check.passed and check.found == "RuntimeError: no kernel image is available"
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_without_an_accelerator_the_script_says_how_to_try_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check_gpu, "accelerators", list)
+    assert check_gpu.main([]) == 2
+    assert "--device cpu" in capsys.readouterr().err

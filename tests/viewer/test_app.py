@@ -18,10 +18,12 @@ import httpx2
 import pytest
 from made_runs import MadeRun, crashed_run, finished_run
 
-from headrace.errors import ConfigError
+from headrace.cli.main import run
+from headrace.errors import ConfigError, LedgerError
 from headrace.ledger import schema
 from headrace.utils.file_lock import FileLock
-from headrace.viewer.folders import state_of
+from headrace.viewer.export import export_html
+from headrace.viewer.folders import changed_at, state_of
 from headrace.viewer.metrics import MetricsTable
 from headrace.viewer.options import ViewOptions
 from headrace.viewer.run import running
@@ -54,6 +56,9 @@ PAGES = [
 ]  # fmt: skip
 
 
+HUGE = "9" * 23  # more than SQLite can hold
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_every_page_is_json_and_forbids_everything_that_is_not_ours(url: str, page: str) -> None:
     answer = get(f"{url}/api/runs/finished{page}")
@@ -77,6 +82,14 @@ def test_every_page_is_json_and_forbids_everything_that_is_not_ours(url: str, pa
         ("/api/runs/finished/timeline?start=now", 400, "seconds"),
         ("/api/compare?a=finished&b=finished@4", 400, "RUN@STEP"),
         ("/api/compare?a=finished@3&b=finished@4&set=held_out", 400, "no evaluation"),
+        (f"/api/compare?a=finished@{HUGE}&b=finished@4", 400, "RUN@STEP"),
+        (f"/api/runs/finished/steps/{HUGE}", 404, "has no GET"),
+        (f"/api/runs/finished/steps/{HUGE * 1000}", 404, "has no GET"),
+        (f"/api/runs/finished/evaluated/{HUGE}", 404, "has no GET"),
+        (f"/api/runs/finished/steps?before={HUGE}", 400, "at most"),
+        (f"/api/runs/finished/episodes?step={HUGE}", 400, '"step" must be a number'),
+        ("/api/runs/finished/timeline?start=nan&end=inf", 400, "seconds"),
+        ("/api/runs/finished/metrics?keys=reward/maen", 400, 'did you mean "reward/mean"?'),
         ("/assets/../app.py", 404, "no"),
         ("/assets/%2e%2e/app.py", 404, "no"),
         ("/nothing", 404, "has no GET"),
@@ -119,6 +132,60 @@ def digests(folder: Path) -> dict[str, str]:
     """Of every file but those that SQLite makes for readers."""
     found = sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.endswith(("-shm", "-wal")))
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in found}
+
+
+def test_looking_at_a_run_does_not_count_as_its_last_change(tmp_path: Path) -> None:
+    finished_run(tmp_path / "run")
+    before = changed_at(tmp_path / "run")
+    with running(ViewOptions(root=tmp_path)) as url:
+        get(f"{url}api/runs/run/steps/1")
+    log = tmp_path / "run" / "ledger.sqlite-wal"
+    log.touch()  # as SQLite leaves it
+    assert changed_at(tmp_path / "run") == before
+    log.write_bytes(b"recorded")
+    os.utime(log, (before or 0, (before or 0) + 60))
+    assert changed_at(tmp_path / "run") == (before or 0) + 60
+
+
+@pytest.mark.parametrize("name", ["log.txt", "lock", "metrics.jsonl", "config.json", "ledger.sqlite-wal"])
+def test_a_pipe_in_a_run_folder_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    finished_run(tmp_path / "run")
+    (tmp_path / "run" / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / "run" / name)
+    with running(ViewOptions(root=tmp_path)) as url:
+        for page in ("api/runs", "api/runs/run", "api/runs/run/metrics"):
+            assert get(f"{url}{page}", timeout=10).status_code == 200
+
+
+@pytest.mark.parametrize("port", [-1, 65536])
+def test_a_port_that_there_is_not_is_refused(tmp_path: Path, port: int) -> None:
+    with pytest.raises(ConfigError, match=f"--port must be between .* got {port}"):
+        ViewOptions(root=tmp_path, port=port)
+
+
+@pytest.mark.parametrize("steps", ["5:1", "0:3", "x"])
+def test_steps_to_export_go_up_from_one(tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: str) -> None:
+    assert run(["view", str(tmp_path), "--export", str(tmp_path / "all.html"), "--steps", steps]) == 2
+    assert "--steps is A:B" in capsys.readouterr().err and not (tmp_path / "all.html").exists()
+
+
+def test_a_damaged_ledger_is_named_by_its_own_path_and_left_out_of_an_export(tmp_path: Path) -> None:
+    finished_run(tmp_path / "whole")
+    finished_run(tmp_path / "torn")
+    ledger = tmp_path / "torn" / "ledger.sqlite"
+    ledger.write_bytes(ledger.read_bytes()[:50] + b"x" * 5000)
+    ledger.with_name("ledger.sqlite-wal").write_bytes(b"x" * 100)
+    with running(ViewOptions(root=tmp_path)) as url:
+        answer = get(f"{url}api/runs/torn/steps")
+    assert answer.status_code == 422 and str(ledger) in answer.json()["error"]
+    shelf = RunShelf(tmp_path)
+    made = export_html(shelf, tmp_path / "all.html", None, 20)
+    assert list(made.skipped) == ["torn"] and str(ledger) in made.skipped["torn"] and made.pages > 10
+    shelf.close()
+    alone = RunShelf(tmp_path / "torn")
+    with pytest.raises(LedgerError, match="torn"):
+        export_html(alone, tmp_path / "torn.html", None, 20)
+    alone.close()
 
 
 def test_an_older_ledger_is_shown_and_not_migrated(tmp_path: Path) -> None:

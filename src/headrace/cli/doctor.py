@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import math
 import os
 import platform
 import shutil
@@ -53,6 +54,8 @@ def doctor(*, plan: Path | None = None, memory: float | None = None) -> int:
     memory
         With --plan: compare with so many GiB, not with the device of this machine.
     """
+    if memory is not None and not (math.isfinite(memory) and memory > 0):
+        raise ConfigError(f"--memory is a number of GiB above 0, such as 24, got {memory:g}")
     if plan is not None:
         from headrace.cli.plan import show_plan
 

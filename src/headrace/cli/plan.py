@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headrace.errors import ConfigError
+
+if TYPE_CHECKING:
+    from headrace.config import RunConfig
+    from headrace.models.plan import MemoryPlan, ModelShape
 
 
 def show_plan(file: Path, memory_gib: float | None) -> int:
@@ -15,30 +20,24 @@ def show_plan(file: Path, memory_gib: float | None) -> int:
     from rich.text import Text
 
     from headrace.config.loading import load_config
-    from headrace.models.catalog import resolve_model
     from headrace.models.plan import gib, memory_plan, read_shape
     from headrace.tracking.terminal import Console
 
     config = load_config(file, objects=())
     if config.backend.name != "local":
-        raise ConfigError(f'backend "{config.backend.name}" does not use this machine\'s memory for the model')
-    folder = Path(resolve_model(config.model.name))
-    if not (folder / "config.json").is_file():
-        raise ConfigError(
-            f'the plan needs the config.json of model "{config.model.name}", and it is not here; fetch it'
-        )
+        raise ConfigError(f'the plan is of one device and the backend "local"; {file} has "{config.backend.name}"')
+    shape = read_shape(_model_folder(config.model.name))
     device, memory = _device(config.model.device) if memory_gib is None else ("a device", memory_gib * 2**30)
     if device == "cpu":
-        config = config.model_copy(update={"model": config.model.model_copy(update={"device": "cpu"})})
-    shape = read_shape(folder)
+        config = _changed(config, "model.device", "cpu")
     plan = memory_plan(config, shape)
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(justify="right")
-    table.add_row(Text("weights of the model"), Text(f"{shape.parameters / 1e6:,.1f} million"))
     for name, size in plan.rows():
         table.add_row(Text(name), Text(size))
     console = Console(highlight=False)
+    console.print(Text(_planned_for(config, shape, device)), soft_wrap=True)
     console.print(table)
     if memory is None:
         console.print(Text(f"\nhow much memory {device} has is not known; give --memory GIB to compare"))
@@ -47,13 +46,45 @@ def show_plan(file: Path, memory_gib: float | None) -> int:
     verdict = "fits" if fits else "does not fit"
     console.print(
         Text(
-            f"\n{verdict}: {gib(plan.peak)} of the {gib(memory)} of {device}",
+            f"\n{verdict}: {gib(plan.peak)} of the {gib(memory)} of {'the CPU' if device == 'cpu' else device}",
             style="bold green" if fits else "bold yellow",
         )
     )
     if not fits:
-        console.print(Text(_remedies(config), style="bold"), soft_wrap=True)
+        console.print(Text(_remedies(config, shape, plan), style="bold"), soft_wrap=True)
     return 0 if fits else 1
+
+
+def _planned_for(config: RunConfig, shape: ModelShape, device: str) -> str:
+    """What the numbers hold for: the device and the types decide most of them."""
+    from headrace.models.plan import planned_types
+
+    forward, master = planned_types(config)
+    kind = {"cpu": "the CPU", "auto": "an accelerator"}.get(config.model.device, config.model.device)
+    where = kind if device in ("cpu", "a device") else device
+    stored = config.model.quantize
+    types = forward if stored == "none" else f"{stored}, computed in {forward}"
+    return f"planned for {where}: {shape.parameters / 1e6:,.1f} million weights in {types}, optimizer in {master}\n"
+
+
+def _model_folder(name: str) -> Path:
+    """Where the model's config.json is: its folder, or the hub's cache."""
+    from headrace.models.catalog import resolve_model
+
+    folder = Path(resolve_model(name))
+    if (folder / "config.json").is_file():
+        return folder
+    try:
+        hub: Any = importlib.import_module("huggingface_hub")
+        cached = hub.try_to_load_from_cache(name, "config.json")
+    except (ImportError, ValueError):  # ValueError: no name of the hub's
+        cached = None
+    if isinstance(cached, str):
+        return Path(cached).parent
+    raise ConfigError(
+        f'the plan needs the config.json of model "{name}", and it is not here; fetch it with '
+        f"`hf download {name} config.json`"
+    )
 
 
 def _device(name: str) -> tuple[str, float | None]:
@@ -62,7 +93,10 @@ def _device(name: str) -> tuple[str, float | None]:
         devices: Any = importlib.import_module("headrace.models.device")
     except ImportError as error:
         raise ConfigError(f"which device there is is not known without torch ({error}); give --memory GIB") from None
-    found = devices.resolve_device(name)
+    try:
+        found = devices.resolve_device(name)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; to plan for a device that is elsewhere, give --memory GIB") from None
     if found.type == "cpu":
         from headrace.cli.doctor import host_memory
 
@@ -70,16 +104,46 @@ def _device(name: str) -> tuple[str, float | None]:
     return str(found), devices.describe(found).memory
 
 
-def _remedies(config: Any) -> str:
-    backend, found = config.backend, []
+def _remedies(config: RunConfig, shape: ModelShape, plan: MemoryPlan) -> str:
+    """Settings that make the larger phase smaller, each by itself."""
+    from headrace.models.plan import gib, memory_plan
+
+    found: list[str] = []
+    for path, value, shown in _candidates(config):
+        peak = memory_plan(_changed(config, path, value), shape).peak
+        if gib(peak) != gib(plan.peak) and peak < plan.peak:
+            found.append(f"{path} = {shown} ({gib(peak)})")
+    if not found:
+        return "no setting makes it smaller; take a smaller model or a larger device"
+    phase = "training" if plan.training >= plan.generating else "generating"
+    return f"{phase} takes the most; what helps, each by itself: {', '.join(found)}"
+
+
+def _candidates(config: RunConfig) -> Iterator[tuple[str, Any, str]]:
+    """(setting, value, the value as in a run file)"""
+    backend, rollout = config.backend, config.rollout
     if not config.model.lora.rank:
-        found.append("train adapters (model.lora.rank = 16)")
+        yield "model.lora.rank", 16, "16"
         if config.model.device != "cpu" and not config.optimizer.offload:
-            found.append("optimizer.offload = true")
+            yield "optimizer.offload", True, "true"
     elif config.model.quantize == "none":
-        found.append('model.quantize = "nf4"')
+        yield "model.quantize", "nf4", '"nf4"'
     if not backend.gradient_checkpointing:
-        found.append("backend.gradient_checkpointing = true")
-    found.append(f"backend.micro_batch_tokens = {max(1, backend.micro_batch_tokens // 2)}")
-    found.append(f"backend.logits_chunk = {max(1, backend.logits_chunk // 4)}")
-    return f"what helps: {', '.join(found)}"
+        yield "backend.gradient_checkpointing", True, "true"
+    in_flight = min(config.engine.max_batch, config.trainer.batch_size * rollout.group_size)
+    numbers = {
+        "backend.micro_batch_tokens": backend.micro_batch_tokens // 2,
+        "backend.logits_chunk": backend.logits_chunk // 4,
+        "engine.max_batch": in_flight // 2,
+        "rollout.max_tokens": rollout.max_tokens // 2,
+        "engine.max_model_length": (config.engine.max_model_length or 0) // 2,
+    }
+    for path, number in numbers.items():
+        if number:
+            yield path, number, str(number)
+
+
+def _changed(config: Any, path: str, value: Any) -> Any:
+    """A copy with one setting changed."""
+    name, _, rest = path.partition(".")
+    return config.model_copy(update={name: _changed(getattr(config, name), rest, value) if rest else value})

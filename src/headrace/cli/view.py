@@ -28,7 +28,7 @@ def view(
     steps: Annotated[str | None, Parameter(help="For --export: steps A to B in detail, as A:B.")] = None,
     limit_mb: Annotated[float, Parameter(help="For --export: largest size; the newest steps come first.")] = 20.0,
 ) -> None:
-    """Show runs in the browser: curves, batches, rollouts, every token. Works during a run; changes nothing."""
+    """Show runs in the browser: curves, batches, rollouts, every token. Works during a run; changes no file of it."""
     from headrace.registry import load_object
 
     if export is not None:
@@ -60,6 +60,8 @@ def _export(folder: Path, out: Path, steps: str | None, limit_mb: float) -> None
     finally:
         shelf.close()
     more = f"; {made.left_out} pages had no room: raise --limit-mb, or choose --steps" if made.left_out else ""
+    for run, why in made.skipped.items():
+        print(f"left out {run}: {why}")
     print(f"wrote {out}: {made.pages} pages, {made.size / 1e6:.1f} MB{more}")
 
 
@@ -69,4 +71,6 @@ def _range(text: str) -> tuple[int, int]:
         found = (int(first or 1), int(last or 2**62)) if colon else (int(first), int(first))
     except ValueError:
         raise ConfigError(f'--steps is A:B, such as 10:20, got "{text}"') from None
+    if not 1 <= found[0] <= found[1]:
+        raise ConfigError(f'--steps is A:B with 1 <= A <= B, such as 10:20, got "{text}"')
     return found

@@ -110,14 +110,16 @@ class MemoryPlan:
 
 
 def gib(size: float) -> str:
-    """A size for people."""
-    return f"{size / _GIB:.1f} GiB" if size >= 0.1 * _GIB else f"{size / 2**20:.0f} MiB"
+    """A size for people; always in GiB, as `--memory` is, so that the lines of a table compare."""
+    if 0 < size < 0.005 * _GIB:
+        return "< 0.01 GiB"
+    return f"{size / _GIB:,.2f} GiB" if size < 10 * _GIB else f"{size / _GIB:,.1f} GiB"
 
 
 def memory_plan(config: RunConfig, shape: ModelShape) -> MemoryPlan:
     """What a run needs. An estimate, meant to be a little too high: kernels and allocators differ."""
     model, backend = config.model, config.backend
-    forward, master = _types(config)
+    forward, master = planned_types(config)
     trained = shape.adapters(model.lora.rank, model.lora.targets) if model.lora.rank else shape.parameters
     size, wide = _BYTES[forward], _BYTES[master]
     base = shape.parameters * (_BYTES[model.quantize] if model.quantize != "none" else size)
@@ -149,7 +151,7 @@ def read_shape(folder: str | Path) -> ModelShape:
     return ModelShape.of(json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")))
 
 
-def _types(config: RunConfig) -> tuple[str, str]:
+def planned_types(config: RunConfig) -> tuple[str, str]:
     """(type of the forward pass, type of the optimizer's copies), as they are on an accelerator unless it is "cpu"."""
     cpu = config.model.device == "cpu"
     forward = config.model.dtype if config.model.dtype != "auto" else ("float32" if cpu else "bfloat16")

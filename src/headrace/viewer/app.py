@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 from collections.abc import AsyncIterator, Callable, Mapping
 from importlib.resources import files
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.convertors import Convertor, register_url_convertor
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -53,7 +55,23 @@ _KINDS = {
 }
 _LIVE_S = 1.0  # how often a run is looked at while somebody watches it
 _SILENT_S = 15.0  # after which a line keeps the connection alive
+_MOST = 2**63 - 1  # that SQLite can hold
 Page = Callable[[RunView, Request], Any]
+
+
+class _Count(Convertor[int]):
+    """A number in a path, of as many digits as SQLite can hold: there is no page for a larger one."""
+
+    regex = "[0-9]{1,18}"
+
+    def convert(self, value: str) -> int:
+        return int(value)
+
+    def to_string(self, value: int) -> str:
+        return str(value)
+
+
+register_url_convertor("count", _Count())
 
 
 class Viewer:
@@ -72,11 +90,11 @@ class Viewer:
             "/metrics": _metrics,
             "/account": lambda view, request: account_page(view, _number(request, "points", 400)),
             "/steps": lambda view, r: steps_page(view, _number(r, "before", None), _number(r, "limit", 100)),
-            "/steps/{step:int}": lambda view, r: step_page(view, r.path_params["step"]),
-            "/groups/{group:int}": lambda view, r: group_page(view, r.path_params["group"]),
-            "/groups/{group:int}/rollouts/{rollout:int}": _episode,
-            "/evaluated/{id:int}": lambda view, r: evaluated_page(view, r.path_params["id"]),
-            "/evaluations/{step:int}/{set:path}": lambda view, r: evaluation_page(
+            "/steps/{step:count}": lambda view, r: step_page(view, r.path_params["step"]),
+            "/groups/{group:count}": lambda view, r: group_page(view, r.path_params["group"]),
+            "/groups/{group:count}/rollouts/{rollout:count}": _episode,
+            "/evaluated/{id:count}": lambda view, r: evaluated_page(view, r.path_params["id"]),
+            "/evaluations/{step:count}/{set:path}": lambda view, r: evaluation_page(
                 view, r.path_params["step"], r.path_params["set"]
             ),
             "/timeline": lambda view, r: timeline_page(view, _seconds(r, "start"), _seconds(r, "end")),
@@ -88,7 +106,7 @@ class Viewer:
             Route("/api/runs", self._json(lambda _: runs_page(self._shelf))),
             Route("/api/compare", self._json(self._compare)),
             Route("/api/runs/{run}/events", self._events),
-            Route("/api/runs/{run}/groups/{group:int}/rollouts/{rollout:int}/test_case", self._test_case),
+            Route("/api/runs/{run}/groups/{group:count}/rollouts/{rollout:count}/test_case", self._test_case),
             Route("/", self._asset),
             Route("/assets/{name:path}", self._asset),
         ]
@@ -233,17 +251,23 @@ def _number(request: Request, name: str, default: int | None) -> Any:
     if value == "":
         return default
     try:
-        return int(value)
+        found = int(value)
     except ValueError:
         raise ConfigError(f'"{name}" must be a whole number, got "{value[:80]}"') from None
+    if abs(found) > _MOST:
+        raise ConfigError(f'"{name}" must be at most {_MOST}, got "{value[:80]}"')
+    return found
 
 
 def _seconds(request: Request, name: str) -> float | None:
     value = request.query_params.get(name, "")
     try:
-        return float(value) if value else None
+        found = float(value) if value else None
     except ValueError:
-        raise ConfigError(f'"{name}" must be a time in seconds, got "{value[:80]}"') from None
+        found = math.nan
+    if found is not None and not math.isfinite(found):
+        raise ConfigError(f'"{name}" must be a time in seconds, got "{value[:80]}"')
+    return found
 
 
 def _metrics(view: RunView, request: Request) -> Any:

@@ -12,7 +12,7 @@ from headrace.viewer.store import Missing, RunShelf, RunView
 from headrace.viewer.texts import short
 
 _MOST_TASKS = 500
-_PLACE = re.compile(r"(?P<run>.+)@(?P<first>\d+)(?:-(?P<last>\d+))?")
+_PLACE = re.compile(r"(?P<run>.+)@(?P<first>\d{1,18})(?:-(?P<last>\d{1,18}))?")
 
 
 def evaluation_page(view: RunView, step: int, name: str) -> dict[str, Any]:

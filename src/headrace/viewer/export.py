@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from headrace.errors import ConfigError, HeadraceError, boundary
+from headrace.errors import ConfigError, HeadraceError, LedgerError, boundary
 from headrace.viewer.app import asset
 from headrace.viewer.batches import group_page, step_page, steps_page
 from headrace.viewer.comparison import evaluation_page
@@ -37,6 +37,8 @@ class Exported:
     pages: int
     left_out: int
     """Pages for which there was no room."""
+    skipped: dict[str, str]
+    """Runs whose record cannot be read, and why."""
 
 
 def export_html(shelf: RunShelf, out: Path, steps: tuple[int, int] | None, limit_mb: float) -> Exported:
@@ -44,11 +46,21 @@ def export_html(shelf: RunShelf, out: Path, steps: tuple[int, int] | None, limit
     if out.suffix.lower() not in (".html", ".htm"):
         raise ConfigError(f'the export is a page, got "{out.name}"; choose a name that ends with .html')
     packer = _Packer(int(limit_mb * 2**20 * 3 / 4))  # base 64 makes four bytes of three
+    skipped: dict[str, str] = {}
+    shown: list[RunView] = []
     for view in shelf.runs():
-        for page in _overview(view):
+        try:
+            pages = list(_overview(view))
+        except (HeadraceError, Missing) as error:
+            skipped[view.id] = str(error)
+            continue
+        shown.append(view)
+        for page in pages:
             packer.add(*page)
-    packer.add("/api/runs", runs_page(shelf))
-    for view in shelf.runs():
+    if skipped and not shown:
+        raise LedgerError("; ".join(skipped.values()))
+    packer.add("/api/runs", _without(runs_page(shelf), skipped))
+    for view in shown:
         for page in _details(view, steps):
             if packer.full:
                 packer.left_out += 1
@@ -63,7 +75,7 @@ def export_html(shelf: RunShelf, out: Path, steps: tuple[int, int] | None, limit
             beside.replace(out)  # whole or not at all
         finally:
             beside.unlink(missing_ok=True)
-    return Exported(len(content), packer.pages, packer.left_out)
+    return Exported(len(content), packer.pages, packer.left_out, skipped)
 
 
 class _Packer:
@@ -97,6 +109,11 @@ class _Packer:
         return b"".join([*self._parts, end])
 
 
+def _without(page: dict[str, Any], skipped: dict[str, str]) -> dict[str, Any]:
+    """The list of runs, without those that the file does not hold."""
+    return {**page, "runs": [row for row in page["runs"] if row["id"] not in skipped]}
+
+
 # ---- what is in it ---------------------------------------------------------------------------------------------------
 
 
@@ -125,6 +142,13 @@ def _details(view: RunView, steps: tuple[int, int] | None) -> Iterator[Page]:
     """Steps, groups and episodes; a page that cannot be made (its record is damaged) is left out."""
     if not view.has_ledger:
         return
+    try:
+        yield from _recorded(view, steps)
+    except (HeadraceError, Missing):
+        return
+
+
+def _recorded(view: RunView, steps: tuple[int, int] | None) -> Iterator[Page]:
     for step in _steps(view, steps):
         try:
             page = step_page(view, step)

@@ -60,8 +60,8 @@ def _below(folder: Path, depth: int) -> Iterator[Path]:
 def config_of(folder: Path) -> dict[str, Any]:
     """The stored configuration; empty if there is none that can be read."""
     try:
-        return stored_config(folder) or {}
-    except HeadraceError:
+        return (stored_config(folder) or {}) if (folder / CONFIG).is_file() else {}
+    except (HeadraceError, OSError):
         return {}
 
 
@@ -87,6 +87,8 @@ def _owner(folder: Path) -> str | None:
     """Who is running the run. A lock is tried only if its owner may be alive: a run that starts must not find it."""
     lock = folder / "lock"
     try:
+        if not lock.is_file():  # to open a pipe would wait for whoever writes it
+            return None
         owner = json.loads(lock.read_text())
         pid, host = int(owner["pid"]), str(owner["host"])
     except (OSError, ValueError, TypeError, KeyError):
@@ -109,13 +111,18 @@ def _is_alive(pid: int) -> bool:
 
 def changed_at(folder: Path) -> float | None:
     """When something was last recorded, by the times of its files."""
-    times = []
-    for name in (METRICS, LEDGER, f"{LEDGER}-wal", "finished"):
-        try:
-            times.append((folder / name).stat().st_mtime)
-        except OSError:
-            continue
-    return max(times, default=None)
+    stats = (recorded(folder / name) for name in (METRICS, LEDGER, f"{LEDGER}-wal", "finished"))
+    return max((stat.st_mtime for stat in stats if stat is not None), default=None)
+
+
+def recorded(path: Path) -> os.stat_result | None:
+    """Time and size of a file of a run; None if there is none, or if it is a log of SQLite that holds nothing: reading
+    makes those."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return None if path.name.endswith("-wal") and not stat.st_size else stat
 
 
 def last_failure(folder: Path) -> str:
@@ -130,8 +137,11 @@ def last_failure(folder: Path) -> str:
 
 def log_lines(folder: Path, most_bytes: int = 256 << 10) -> list[str]:
     """The last lines of log.txt."""
+    path = folder / "log.txt"
     try:
-        with (folder / "log.txt").open("rb") as file:
+        if not path.is_file():  # to open a pipe would wait for whoever writes it
+            return []
+        with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - most_bytes))
             lines = file.read().decode("utf-8", "replace").splitlines()

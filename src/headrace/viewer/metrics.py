@@ -7,6 +7,7 @@ import math
 from array import array
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
 from headrace.tracking.jsonl import FILE_NAME
@@ -32,6 +33,8 @@ class MetricsTable:
         """Read what was appended. A file that was replaced (by a run that resumed from a checkpoint) is read again."""
         try:
             stat = self._path.stat()
+            if not S_ISREG(stat.st_mode):
+                raise FileNotFoundError(self._path)
         except OSError:
             self._identity = None
             self._clear()

@@ -22,6 +22,8 @@ class ViewOptions:
     def __post_init__(self) -> None:
         if not self.root.is_dir():
             raise ConfigError(f"there is no folder {self.root}; give the folder of a run, or one that holds runs")
+        if not 0 <= self.port < 65536:
+            raise ConfigError(f"--port must be between 0 (any free one) and 65535, got {self.port}")
         if not self.token and not is_loopback(self.host):
             raise ConfigError(
                 f"--host {self.host} can be reached from other machines, and there is no token; give one with --token "

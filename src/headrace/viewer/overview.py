@@ -6,9 +6,10 @@ import math
 from pathlib import Path
 from typing import Any
 
-from headrace.errors import LedgerError
+from headrace.errors import ConfigError, LedgerError
 from headrace.ledger.export import plain
 from headrace.ledger.reader import LedgerReader
+from headrace.registry import nearest
 from headrace.run.checkpoint import list_checkpoints, step_of
 from headrace.tracking.catalogue import SECTIONS, find
 from headrace.viewer.folders import changed_at, warnings_of
@@ -176,6 +177,9 @@ def _described(key: str) -> dict[str, str]:
 def metrics_page(view: RunView, keys: list[str], after: int, points: int) -> dict[str, Any]:
     """Curves: steps, the seconds since the start at which they were made, and a value or null per step and key."""
     with view.metrics() as table:
+        for key in keys:
+            if key not in table.columns and find(key) is None:
+                raise ConfigError(f'the run has no metric "{key[:80]}"{nearest(key, table.columns)}')
         steps, series = table.series(keys or sorted(table.columns), after, min(points, _MOST_POINTS))
     return {"steps": steps, "seconds": _seconds(view, steps), "series": series}
 

@@ -74,6 +74,8 @@ class Filters:
                 continue
             try:
                 found[name] = kind(value)
+                if isinstance(found[name], int | float) and not abs(found[name]) < 2**63:  # SQLite's; nan is none
+                    raise ValueError(name)
             except ValueError:
                 raise ConfigError(f'"{name}" must be a number, got "{value[:80]}"') from None
         if found.get("kind", "train") not in ("train", "eval"):

@@ -18,7 +18,7 @@ from headrace.ledger.reader import LedgerReader
 from headrace.ledger.records import ProcessRecord
 from headrace.ledger.schema import version_of
 from headrace.models.token_text import TokenTexts, token_texts_of_run
-from headrace.viewer.folders import RunState, config_of, find_runs, state_of
+from headrace.viewer.folders import RunState, config_of, find_runs, recorded, state_of
 from headrace.viewer.metrics import MetricsTable
 
 _IDLE = 4  # connections that a run keeps for the next request
@@ -90,11 +90,8 @@ class RunView:
         """Changes whenever something that is shown may have changed."""
         parts: list[Any] = [self.state().word]
         for name in ("ledger.sqlite", "ledger.sqlite-wal", "metrics.jsonl", "config.json", "log.txt"):
-            try:
-                stat = (self.folder / name).stat()
-                parts += [stat.st_mtime_ns, stat.st_size]
-            except OSError:
-                parts.append(None)
+            stat = recorded(self.folder / name)
+            parts += [None] if stat is None else [stat.st_mtime_ns, stat.st_size]
         return tuple(parts)
 
     # ---- the ledger -------------------------------------------------------------------------------------------------
@@ -136,7 +133,11 @@ class RunView:
         except LedgerError:
             if not (wal := path.with_name(f"{path.name}-wal")).is_file():
                 raise
-            return _as_newest(connect_unchanged(self._copy(path, wal)))
+            copy = self._copy(path, wal)
+            try:
+                return _as_newest(connect_unchanged(copy))
+            except LedgerError as error:
+                raise LedgerError(str(error).replace(str(copy), str(path))) from None
 
     def _copy(self, path: Path, wal: Path) -> Path:
         """Of a killed run in a folder that cannot be written: SQLite needs to write beside the file to read its log."""
