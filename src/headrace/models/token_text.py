@@ -52,7 +52,7 @@ def _unknown(token: Any) -> str:
 def read_token_texts(path: Path) -> TokenTexts | None:
     """From a tokenizer.json; None if it is missing, or of a kind whose pieces cannot be read one by one."""
     try:
-        if path.stat().st_size > _LARGEST:
+        if not path.is_file() or path.stat().st_size > _LARGEST:
             return None
         return _read(str(path), path.stat().st_mtime_ns)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
