@@ -24,7 +24,7 @@ COMMANDS = [
 
 def test_the_tutorial_has_files_and_commands() -> None:
     assert [name for name, _ in FILES] == ["guess.py", "guess.toml"]
-    assert len(COMMANDS) == 8
+    assert len(COMMANDS) == 9
 
 
 @pytest.mark.slow

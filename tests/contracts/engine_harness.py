@@ -31,13 +31,13 @@ async def until(condition: Callable[[], bool]) -> None:
     await asyncio.wait_for(poll(), 20)
 
 
-async def under_way(engine: RolloutEngine, tokens: int) -> None:
-    """Return with the engine paused after at least `tokens` more tokens, some from every replica that has requests."""
+async def under_way(engine: RolloutEngine, tokens: int, each: bool = False) -> None:
+    """Return with the engine paused after at least `tokens` more tokens; `each`: some of every replica that has any."""
     before = engine.health()
 
     def made() -> bool:
         now = engine.health()
-        idle = any(
+        idle = each and any(
             new.running + new.waiting and new.generated_tokens == old.generated_tokens
             for new, old in zip(now.replicas, before.replicas, strict=True)
         )

@@ -67,7 +67,7 @@ class WeightsContract(EngineHarness):
             for n in (1, 3, 8, 20)
         ]
         await submitted(engine, 4)
-        await under_way(engine, 40)
+        await under_way(engine, 40, each=True)
         self.change_weights()
         await self.sync(engine, 5)
         await engine.resume()

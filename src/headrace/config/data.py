@@ -164,7 +164,7 @@ class EvalSection(Section):
     """Evaluate before the first step."""
     after: bool = True
     """Evaluate after the last step."""
-    sets: dict[Annotated[str, Field(pattern=r"^[^/\s]+$")], EvalSet] = {}
+    sets: dict[Annotated[str, Field(pattern=r"^[^/]*[^/\s][^/]*$")], EvalSet] = {}
     """Evaluation sets by name."""
     metrics: tuple[str, ...] = ()
     """"module:function" of your own, from the episodes of a set (a list per task) to {name: number}."""

@@ -29,7 +29,7 @@ def as_verl(samples: Sequence[Sample], entropy: bool, remove_padding: bool, **mo
         "input_ids": _nested(rows),
         "position_ids": _nested([range(len(row)) for row in rows]),
         "loss_mask": _nested([[1] * len(row) for row in rows]),  # verl counts it; ours is in the loss
-        "temperature": torch.tensor([sample.temperature for sample in samples], dtype=torch.float32),
+        "temperature": torch.tensor([sample.temperature for sample in samples], dtype=torch.float32, device="cpu"),
     }
     return tu.get_tensordict(tensor_dict=tensors, non_tensor_dict=settings)
 
@@ -46,5 +46,5 @@ def by_row(values: Tensor, samples: Sequence[Sample]) -> list[list[float]]:
 
 
 def _nested(rows: Sequence[Sequence[int]]) -> Tensor:
-    tensors = [torch.tensor(list(row), dtype=torch.long) for row in rows]
+    tensors = [torch.tensor(list(row), dtype=torch.long, device="cpu") for row in rows]
     return torch.nested.as_nested_tensor(tensors, layout=torch.jagged)
