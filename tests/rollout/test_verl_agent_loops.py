@@ -23,9 +23,7 @@ from headrace.rollout.chat import ChatTemplate
 from headrace.rollout.model_client import Model
 from headrace.verl import as_agent_loop
 
-pytest.importorskip(
-    "verl.experimental.agent_loop", reason="verl is not installed; run this with .venv-verl/bin/python -m pytest"
-)
+pytest.importorskip("verl", reason="verl is not installed; run this with .venv-verl/bin/python -m pytest")
 
 LOOPS = "verl.experimental.agent_loop"
 SINGLE, TOOL = f"{LOOPS}.single_turn_agent_loop:SingleTurnAgentLoop", f"{LOOPS}.tool_agent_loop:ToolAgentLoop"

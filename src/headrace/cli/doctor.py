@@ -32,7 +32,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "datasets": ("datasets",),
     "reasoning-gym": ("reasoning-gym",),
     "ray": ("ray",),
-    "verl": ("fastapi", "verl", "xxhash"),
+    "verl": ("cachetools", "fastapi", "verl", "xxhash"),
     "wandb": ("wandb",),
     "mlflow": ("mlflow-skinny",),
     "trackio": ("trackio",),
