@@ -57,7 +57,8 @@ def test_what_another_version_changes_is_a_list_that_people_can_read(monkeypatch
     settings = {"verl.workers.config:HFModelConfig": ("path", "dtype_of_weights")}
     used = load_object("headrace.backends.verl.used:differences")
     first, second, third, fourth = used(calls, settings)
-    assert first == f"{worker}.forward_backward takes no batch; it has self, data"
+    # Ray adds a parameter to the methods of actors once there are any
+    assert first.startswith(f"{worker}.forward_backward takes no batch; it has self, data")
     assert second == f"{worker}.step is gone" and third == "verl.nowhere:gone is gone"
     assert fourth.startswith("verl.workers.config:HFModelConfig has no field dtype_of_weights; it has ")
     module = "headrace.backends.verl.used"
