@@ -29,7 +29,7 @@ from headrace.models.logprobs import target_logprobs
 from headrace.models.packed import PackedRows
 from headrace.models.tensor_threads import TensorThread, run_apart
 from headrace.utils.openmp import follow_load
-from headrace.weights.digest import fingerprint
+from headrace.weights.digest import weight_digest
 
 
 def usable_length(longest: int, wanted: int | None) -> int:
@@ -150,7 +150,7 @@ class TorchEngine:
     async def end_update(self, version: int) -> str:
         def load() -> str:
             self._live.load(version, None, self._recompute)
-            return fingerprint(self._live.model.weights())
+            return weight_digest(self._live.model.weights())
 
         return await self._call(load)
 
