@@ -292,7 +292,7 @@ async def test_the_learner_samples_with_its_switches_elsewhere(make: Make, adapt
         hf_model = tiny.tiny_model(family)
         if adapted:
             hf_model = tiny.add_lora(hf_model, *targets, dropout=0.5)
-        engine, model = make(hf_model)
+        engine, model = make(hf_model, row_block=8)  # or bits depend on what arrives together
         requests = random_requests(10, seed=2)
         made = await generate_all(engine, requests)
         hf_model.train()

@@ -103,7 +103,15 @@ class Team:
         self._runtime = ctypes.CDLL(str(runtime))
         self._threads = threads
         self._before = threading.local()
+        self._bound: set[int] = set()
         self.crowded = False
+
+    @property
+    def bound(self) -> bool:
+        """Whether threads share a core. They must not spin then, or each keeps the other from working."""
+        alive = {thread.ident for thread in threading.enumerate()}
+        self._bound &= alive  # a thread may end while it is bound
+        return bool(self._bound)
 
     def follow(self) -> None:
         """Of the calling thread."""
@@ -113,8 +121,10 @@ class Team:
         if before is not None:
             self._before.cores = None
             self._move(before)
+            self._bound.discard(threading.get_ident())
         elif self._threads > 1 and len(cores := os.sched_getaffinity(0)) > 1:
             self._before.cores = cores
+            self._bound.add(threading.get_ident())
             self._move({ctypes.CDLL(None).sched_getcpu()})
 
     def _move(self, cores: set[int]) -> None:
@@ -186,6 +196,6 @@ def _watch(waiting: SleepingThreads, team: Team, threads: int) -> None:
         if now is None:
             return
         others = others_took(before, now)
-        waiting.switch(is_busy.look(others))
         team.crowded = is_crowded.look(others)
+        waiting.switch(is_busy.look(others) or team.bound)
         before = now
