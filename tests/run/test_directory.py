@@ -149,7 +149,7 @@ ALLOWED: dict[str, tuple[dict[str, Any], str]] = {
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "learning rate": ({"optimizer": {"lr": 1e-4}}, "optimizer.lr: 1e-05 → 0.0001"),
-    "fewer steps": ({"trainer": {"steps": 50}}, "trainer.steps: 100 → 50"),
+    "fewer steps": ({"trainer": {"steps": 50}}, "trainer.steps: 100 → 50 (it may only grow). Take"),
     "seed": ({"run": {"seed": 1}}, "run.seed: 0 → 1"),
     "data": ({"data": {"args": {"count": 9}}}, "data.args.count: (none) → 9"),
     "loss": ({"algorithm": {"loss": "gspo"}}, 'algorithm.loss: "ppo_clip" → "gspo"'),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,9 +15,9 @@ from typing import Any
 
 from headrace.algorithms.objectives import Objective, demonstration_sampler
 from headrace.backends.base import Backend, SaysNumerics, SaysWhere
-from headrace.backends.setup import choose
+from headrace.backends.setup import Choice, choose
 from headrace.config import RunConfig
-from headrace.config.derived import chosen, on_servers, samples_as_learned, uses_ray
+from headrace.config.derived import on_servers, samples_as_learned, uses_ray
 from headrace.config.names import check_names
 from headrace.config.rules import check_declared
 from headrace.data.sampler import TaskSampler
@@ -53,6 +53,7 @@ from headrace.trainer.learner_step import LearnerStep
 from headrace.trainer.recovery import Start, find_start, restore_loops
 from headrace.trainer.step_clock import StepClock
 from headrace.utils.deadline import end_user_tasks
+from headrace.utils.own_command import own_command
 from headrace.utils.threads import run_in_thread
 from headrace.utils.usercode import Abandoned, reporting_abandoned
 from headrace.weights.sync import WeightSync
@@ -116,6 +117,29 @@ class RunParts:
     policy: StalenessPolicy
 
 
+def check_parts(config: RunConfig, objects: Collection[str] = ()) -> Choice:
+    """All that can be known to be wrong before tasks are read and weights are loaded: names, backend, engine, device.
+
+    A start begins with it, and a dry run ends with it. `objects` are given in place of names.
+    """
+    check_names(config, objects)
+    _require_rewards(config, objects)
+    choice = choose(config)
+    check_declared(config)
+    return choice
+
+
+def _require_rewards(config: RunConfig, objects: Collection[str]) -> None:
+    judged = bool(config.workflow.judger or config.judge.routes or {"workflow", "judger"} & {*objects})
+    if judged or config.algorithm.objective == "sft" or not needs_reward(config.algorithm)("agent"):
+        return
+    if resolve("workflow", config.workflow.name) is single_turn:
+        raise ConfigError(
+            'workflow "single_turn" gives no reward and there is no judger; set workflow.judger, '
+            "or use a workflow that returns a number"
+        )
+
+
 def assemble(
     config: RunConfig,
     given: UserObjects | None = None,
@@ -127,25 +151,13 @@ def assemble(
     Names first, then tasks, then the model: what is cheap to find wrong is found before what is slow to load.
     """
     given = given or UserObjects()
-    check_names(config, given.objects())
+    report("loading the training backend")
+    choice = check_parts(config, given.objects())
     run = run_function(config.workflow, given.workflow)
     judge = configured_judger(config, given.judger)
-    for name in chosen(config.algorithm, "estimator"):
-        resolve("estimator", name)
-    if config.workflow.grouping:
-        resolve("grouping", config.workflow.grouping)
     policy: StalenessPolicy = resolve("staleness", config.trainer.staleness)(config.trainer.max_staleness)
     new_objective = resolve("objective", config.algorithm.objective)
     supervised = config.algorithm.objective == "sft"
-    unjudged = run is single_turn and judge is None
-    if unjudged and not supervised and needs_reward(config.algorithm)("agent"):
-        raise ConfigError(
-            'workflow "single_turn" gives no reward and there is no judger; set workflow.judger, '
-            "or use a workflow that returns a number"
-        )
-    report("loading the training backend")
-    choice = choose(config)
-    check_declared(config)
     data = load_training(config.data, given.tasks, report)
     warn_of_bad_rows(data, "the training tasks")
     sampler = make_sampler(config.data, config.fresh_groups, config.run.seed, data)
@@ -263,7 +275,10 @@ async def open_run(
     trackers = TrackerSet.from_names(config.track.trackers)
     async with AsyncExitStack() as held:
         held.enter_context(closing(trackers))
-        trackers.message(f"loading {config.model.name} for the run in {folder}; watch it with headrace view {folder}")
+        for note in claim.notes:  # first of all: why the run is in this folder, and what is different in it
+            trackers.message(note)
+        watch = f"watch it with {own_command()} view {folder}"
+        trackers.message(f"loading {config.model.name} for the run in {folder}; {watch}")
         values = held.enter_context(closing(StoredValues(folder / "store.sqlite")))
         # the folder may be NAME-2: what writes into it beside the trainer must know
         own = config.run.model_copy(update={"dir": folder.parent, "name": folder.name})
@@ -305,7 +320,7 @@ async def _announced_state(
     config: RunConfig, as_given: RunConfig, claim: Claim, backend: Backend, journal: RunJournal, trackers: TrackerSet
 ) -> TrainerState | None:
     """The newest checkpoint's state, loaded; the trackers hear where the run starts from."""
-    notes = list(claim.notes)
+    notes: list[str] = []
     trackers.progress("looking for a checkpoint")
     if claim.start_from is not None:
         await asyncio.to_thread(adopt, claim.folder, claim.start_from, notes.append)
