@@ -133,7 +133,7 @@ def _dry_run(read: Callable[[], RunConfig]) -> int:
         problems.append(str(error))
     if problems:
         raise ConfigError("; ".join(problems))
-    check_parts = load_object("headrace.trainer.setup:check_parts")
+    check_parts = load_object("headrace.trainer.checks:check_parts")
     check_parts(config)  # last: it imports what the backend computes with
     warn_of_long_intervals(config)
     print("\n".join(f"# {line}" for line in start), to_toml(config), sep="\n\n")

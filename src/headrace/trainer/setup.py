@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,15 +15,11 @@ from typing import Any
 
 from headrace.algorithms.objectives import Objective, demonstration_sampler
 from headrace.backends.base import Backend, SaysNumerics, SaysWhere
-from headrace.backends.setup import Choice, choose
 from headrace.config import RunConfig
 from headrace.config.derived import on_servers, samples_as_learned, uses_ray
-from headrace.config.names import check_names
-from headrace.config.rules import check_declared
 from headrace.data.sampler import TaskSampler
 from headrace.data.training import check_overlap, load_training, make_sampler, warn_of_bad_rows
 from headrace.engines.base import RolloutEngine, pool_metrics
-from headrace.errors import ConfigError
 from headrace.evaluation.evaluator import Evaluator
 from headrace.evaluation.plan import Tasks, check_tasks, evaluation_sets
 from headrace.evaluation.setup import evaluation_parts
@@ -32,7 +28,7 @@ from headrace.registry import load_object, resolve
 from headrace.rollout.agent_loop import AgentLoop, close_all, start_workflows
 from headrace.rollout.gateway import close_gateway
 from headrace.rollout.store import StoredValues, Values
-from headrace.rollout.workflow import run_function, single_turn
+from headrace.rollout.workflow import run_function
 from headrace.run.agreement import missing_steps
 from headrace.run.checkpoint import TrainerState, load_newest
 from headrace.run.checkpoint_writer import CheckpointWriter, adopt
@@ -43,11 +39,12 @@ from headrace.run.random_state import random_states
 from headrace.scheduling.buffer import TrajectoryGroupBuffer
 from headrace.scheduling.coordinator import SyncCoordinator
 from headrace.scheduling.lifecycle import GroupLifecycle
-from headrace.scheduling.manager import AgentLoopManager, needs_reward, training_loop
+from headrace.scheduling.manager import AgentLoopManager, training_loop
 from headrace.scheduling.staleness import StalenessPolicy
 from headrace.tracking.base import RunInfo, TrackerSet
 from headrace.trainer.alarms import Alarms
 from headrace.trainer.callbacks import Callback, CallbackSet, Evaluating, Saving, Tracking
+from headrace.trainer.checks import check_parts
 from headrace.trainer.evaluations import Evaluations
 from headrace.trainer.learner_step import LearnerStep
 from headrace.trainer.recovery import Start, find_start, restore_loops
@@ -115,29 +112,6 @@ class RunParts:
     evaluator: Evaluator
     objective: Objective
     policy: StalenessPolicy
-
-
-def check_parts(config: RunConfig, objects: Collection[str] = ()) -> Choice:
-    """All that can be known to be wrong before tasks are read and weights are loaded: names, backend, engine, device.
-
-    A start begins with it, and a dry run ends with it. `objects` are given in place of names.
-    """
-    check_names(config, objects)
-    _require_rewards(config, objects)
-    choice = choose(config)
-    check_declared(config)
-    return choice
-
-
-def _require_rewards(config: RunConfig, objects: Collection[str]) -> None:
-    judged = bool(config.workflow.judger or config.judge.routes or {"workflow", "judger"} & {*objects})
-    if judged or config.algorithm.objective == "sft" or not needs_reward(config.algorithm)("agent"):
-        return
-    if resolve("workflow", config.workflow.name) is single_turn:
-        raise ConfigError(
-            'workflow "single_turn" gives no reward and there is no judger; set workflow.judger, '
-            "or use a workflow that returns a number"
-        )
 
 
 def assemble(
