@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from headrace.trainer.trainer import RunResult
 
 
+_NAMES = 12  # columns
+
+
 def summarize(result: RunResult, config: RunConfig) -> None:
     """Before and after, the curve, and where to look next; of no use to who has stopped reading."""
     picture = _draw(result, config)
@@ -45,6 +48,10 @@ def _print(result: RunResult, config: RunConfig, picture: str | None) -> None:
         lines.append(("resume", f"the same command resumes from here, or {resume}"))
     else:
         lines += _where_to_look(result, config)
+    if not console.is_terminal:  # in a file or a pipe: commands in one piece, to be copied
+        for name, text in lines:
+            console.print(Text(f"{name:<{_NAMES}}{text}"), soft_wrap=True)
+        return
     grid = Table.grid(padding=(0, 2))
     for name, text in lines:
         grid.add_row(Text(name, style="bold"), Text(text, overflow="fold"))
