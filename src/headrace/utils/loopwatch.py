@@ -58,8 +58,8 @@ def watched_loop(
             for blocked in overdue:
                 interrupt(blocked)
             if swallowed > (_PATIENCE if stopping_s is None else _STOP_PATIENCE):
-                why = f"user code{line_of_thread(thread)} has ignored {swallowed} interruptions"
-                give_up(*((why,) if stopping_s is None else (f"{why} since the stop signal", INTERRUPTED)))
+                since, code = ("", 1) if stopping_s is None else (" since the stop signal", INTERRUPTED)
+                give_up(f"user code{line_of_thread(thread)} has ignored {swallowed} interruptions{since}", code)
             frame = sys._current_frames().get(thread) if late_s > blocked_s else None
             line = innermost_of_user(_inside_loop(frame)) if frame is not None else None
             if line is not None and (line.filename, line.lineno) not in reported:
