@@ -21,6 +21,7 @@ _SHARED = 18  # tokens that two of the probe's rows begin with: enough to be pac
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}  # of a row's states, as a share of their size
 _COARSE = 0.05  # of narrower types
 _HALF = (torch.bfloat16, torch.float16)
+_SHOWN = 160  # characters of what torch says: its sentences list every backend
 
 
 class PackedForward:
@@ -105,7 +106,7 @@ class PackedForward:
         try:
             off = self._difference(kernel)
         except (RuntimeError, TypeError, ValueError, KeyError, AttributeError, ImportError) as error:
-            off, why = float("inf"), f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            off, why = float("inf"), f"{type(error).__name__}: {str(error).partition(chr(10))[0][:_SHOWN]}"
         else:
             why = f"its results differ by {off:.2g} from those of the rows alone"
         weight = self._parts.whole.get_input_embeddings().weight
