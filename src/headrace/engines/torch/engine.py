@@ -28,6 +28,7 @@ from headrace.models.causal import CausalModel
 from headrace.models.logprobs import target_logprobs
 from headrace.models.packed import PackedRows
 from headrace.models.tensor_threads import TensorThread, run_apart
+from headrace.utils.openmp import follow_load
 from headrace.weights.digest import weight_digest
 
 
@@ -238,6 +239,7 @@ class TorchEngine:
     def _work(self) -> None:
         try:
             while self._next_work():
+                follow_load()  # decoding may take minutes
                 started = time.perf_counter()
                 for lane in self._lanes():
                     self._advance(lane)
