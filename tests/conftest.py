@@ -60,3 +60,16 @@ def threads_as_before() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def forked_ranks() -> Iterator[None]:
+    """Ranks by fork: importing what they need takes seconds each time."""
+    from fork_server import ForkServer
+    from headrace.backends.ranks import pipes
+
+    server = ForkServer("rank")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipes, "launch_rank", server.launch_rank)
+        yield
+    server.close()

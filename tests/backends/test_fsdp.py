@@ -12,12 +12,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from fork_server import ForkServer
 from fsdp_cases import TIGHT, Case, difference, local_gradient, losses, new_group, new_learner, steps
 from headrace.algorithms.batching import pack
 from headrace.backends.fsdp.group import LearnerGroup
 from headrace.backends.local.learner import Learner
-from headrace.backends.ranks import pipes
 from headrace.backends.ranks.pipes import PipeRanks
 from headrace.data.episode import Step
 from headrace.errors import BackendError, DataError, DivergedError
@@ -26,14 +24,7 @@ CASES = {case.name: case for case in losses()}
 PPO, VALUES = CASES["ppo_clip"], CASES["value head"]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def forked_ranks() -> Iterator[None]:
-    """Ranks by fork: importing what they need takes seconds each time."""
-    server = ForkServer("rank")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipes, "launch_rank", server.launch_rank)
-        yield
-    server.close()
+pytestmark = pytest.mark.usefixtures("forked_ranks")
 
 
 @pytest.fixture(scope="module")

@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from contracts.backend_contract import IMITATE, BackendContract, random_samples
-from fork_server import ForkServer
 from headrace.algorithms.batching import grad_scale, pack
 from headrace.backends.fsdp.backend import FsdpBackend
-from headrace.backends.ranks import pipes
 from headrace.backends.setup import attach_engine, choose
 from headrace.config import RunConfig
 from headrace.config.loading import build_config
 
-
-@pytest.fixture(autouse=True, scope="module")
-def forked_ranks() -> Iterator[None]:
-    """Ranks by fork: importing what they need takes seconds each time."""
-    server = ForkServer("rank")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipes, "launch_rank", server.launch_rank)
-        yield
-    server.close()
+pytestmark = pytest.mark.usefixtures("forked_ranks")
 
 
 class FsdpContract(BackendContract):

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 import tiny
-from contracts.engine_contract import EngineContract
+from contracts.hf_policy import HfPolicyContract
 from fork_server import SMOKE, ForkServer
 from headrace.config import ModelSection
 from headrace.engines.process.engine import ProcessEngine
 from headrace.engines.process.wire import EngineOptions
 from headrace.models.causal import build_causal_model
 from headrace.models.load import load_model
-from headrace.weights.digest import weight_digest
 from headrace.weights.shared_memory import SharedWeights
 from headrace.weights.source import ModelWeights
 from headrace.weights.sync import WeightSync
@@ -31,8 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.saved_model("llama", tmp_path_factory.mktemp("model"))
 
 
-class TestProcessEngine(EngineContract):
-    vocabulary = tiny.VOCABULARY
+class TestProcessEngine(HfPolicyContract):
     draws = 600
 
     @pytest.fixture(autouse=True)
@@ -52,20 +48,6 @@ class TestProcessEngine(EngineContract):
 
     def new_sync(self, engine: ProcessEngine) -> WeightSync:
         return WeightSync(ModelWeights(self.hf_model), self.weights[self.made.index(engine)], engine)
-
-    @torch.no_grad()
-    def reference_logprobs(self, ids: Sequence[int]) -> np.ndarray:
-        logits = self.hf_model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0]
-        return torch.log_softmax(logits.double(), dim=-1).numpy()
-
-    def detokenize(self, ids: Sequence[int]) -> str:
-        return tiny.detokenize(ids)
-
-    def change_weights(self) -> None:
-        tiny.randomise(self.hf_model, seed=99)
-
-    def digest(self) -> str:
-        return weight_digest(self.hf_model.parameters())
 
     def break_model(self) -> str:
         for engine in self.made:

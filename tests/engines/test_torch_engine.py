@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import tiny
-from contracts.engine_contract import EngineContract
 from contracts.engine_harness import soon, submitted, under_way
+from contracts.hf_policy import HfPolicyContract
 from headrace.engines.base import EvaluationView, Generation, SamplingParams
 from headrace.engines.torch.engine import TorchEngine
 from headrace.errors import ConfigError, EngineError
@@ -69,11 +69,10 @@ def in_place_sync(hf_model: Any, engine: TorchEngine) -> WeightSync:
     return WeightSync(ModelWeights(hf_model), InPlace(engine._live.model), engine)
 
 
-class TorchEngineContract(EngineContract):
+class TorchEngineContract(HfPolicyContract):
     family: str
     fast_path = True
     row_block = 0
-    vocabulary = tiny.VOCABULARY
 
     def setup_method(self) -> None:
         torch.set_num_threads(1)
@@ -84,22 +83,8 @@ class TorchEngineContract(EngineContract):
     def make_engine(self, **options: Any) -> TorchEngine:
         return TorchEngine(self.model, detokenize=tiny.detokenize, **options)  # type: ignore[arg-type]
 
-    @torch.no_grad()
-    def reference_logprobs(self, ids: Sequence[int]) -> np.ndarray:
-        logits = self.hf_model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0]
-        return torch.log_softmax(logits.double(), dim=-1).numpy()
-
-    def detokenize(self, ids: Sequence[int]) -> str:
-        return tiny.detokenize(ids)
-
-    def change_weights(self) -> None:
-        tiny.randomise(self.hf_model, seed=99)
-
     def new_sync(self, engine: TorchEngine) -> WeightSync:
         return in_place_sync(self.hf_model, engine)
-
-    def digest(self) -> str:
-        return weight_digest(self.hf_model.parameters())
 
     def break_model(self) -> str:
         self.model.broken = True

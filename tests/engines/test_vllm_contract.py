@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from vllm_servers import LentServer, SharedServers, shared
 
 import tiny
-from contracts.engine_contract import EngineContract
+from contracts.hf_policy import HfPolicyContract
 from headrace.config import ModelSection
 from headrace.engines.base import SamplingParams
 from headrace.engines.servers.client import ServerClient
@@ -20,7 +19,6 @@ from headrace.engines.servers.life import ServerOptions
 from headrace.engines.vllm.engine import VllmEngine
 from headrace.models.causal import build_causal_model
 from headrace.models.load import load_model
-from headrace.weights.digest import weight_digest
 from headrace.weights.sender import ServerSender
 from headrace.weights.source import ModelWeights
 from headrace.weights.sync import WeightSync
@@ -42,8 +40,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServers]
         yield one
 
 
-class TestVllmEngine(EngineContract):
-    vocabulary = tiny.VOCABULARY
+class TestVllmEngine(HfPolicyContract):
     draws = 600
     long = 700  # what has been sampled is known a little later
     # two implementations in float32, over 700 tokens of a random model: 1.4e-4 at most, mostly 1e-5
@@ -80,20 +77,6 @@ class TestVllmEngine(EngineContract):
         sender = ServerSender(FileTransfer(), source)
         sender.bind(engine.endpoints)
         return WeightSync(source, sender, engine, pauses=True)
-
-    @torch.no_grad()
-    def reference_logprobs(self, ids: Sequence[int]) -> np.ndarray:
-        logits = self.hf_model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0]
-        return torch.log_softmax(logits.double(), dim=-1).numpy()
-
-    def detokenize(self, ids: Sequence[int]) -> str:
-        return tiny.detokenize(ids)
-
-    def change_weights(self) -> None:
-        tiny.randomise(self.hf_model, seed=99)
-
-    def digest(self) -> str:
-        return weight_digest(self.hf_model.parameters())
 
     def break_model(self) -> str:
         for server in self.servers._servers.values():

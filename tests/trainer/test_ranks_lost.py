@@ -7,16 +7,13 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fork_server import ForkServer
 from headrace import UnifiedTrainer
-from headrace.backends.ranks import pipes
 from headrace.evaluation.evaluate import export_run
 from headrace.ledger import Ledger
 from headrace.trainer.callbacks import Callback
@@ -25,14 +22,7 @@ from headrace.trainer.replay import Replay
 STEPS = 4
 
 
-@pytest.fixture(autouse=True, scope="module")
-def forked_ranks() -> Iterator[None]:
-    """Ranks by fork: importing what they need takes seconds each time."""
-    server = ForkServer("rank")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipes, "launch_rank", server.launch_rank)
-        yield
-    server.close()
+pytestmark = pytest.mark.usefixtures("forked_ranks")
 
 
 class Kills(Callback):

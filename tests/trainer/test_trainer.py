@@ -102,10 +102,11 @@ def test_an_interrupted_run_resumes_to_the_same_weights(tmp_path: Path) -> None:
     assert [row["step"] for row in metrics(result.run_dir)] == [0, 1, 2, 3, 4]
 
 
-def test_a_finished_run_is_never_overwritten(tmp_path: Path) -> None:
+def test_a_finished_run_is_never_overwritten_and_that_is_said_first(tmp_path: Path) -> None:
     first = UnifiedTrainer(small(tmp_path)).fit()
     second = UnifiedTrainer(small(tmp_path)).fit()
     assert second.run_dir.name == f"{first.run_dir.name}-2"
+    assert f"is finished; this run is {second.run_dir.name}" in (second.run_dir / "log.txt").read_text().splitlines()[0]
 
 
 def test_three_lines_of_python_train_an_own_agent(tmp_path: Path) -> None:

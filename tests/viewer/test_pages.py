@@ -196,6 +196,20 @@ def test_keys_go_through_rows_and_pages(looker: Looker) -> None:
     looker.check()
 
 
+def test_the_theme_is_the_systems_until_one_is_chosen(looker: Looker) -> None:
+    page = looker.open("#/run/finished")
+    for system in ("dark", "light", "dark"):
+        page.emulate_media(color_scheme=system)
+        page.wait_for_selector(f'html[data-theme="{system}"]')
+    page.keyboard.press("t")
+    page.wait_for_selector('html[data-theme="light"]')
+    for system in ("light", "dark"):
+        page.emulate_media(color_scheme=system)
+        page.wait_for_timeout(50)
+        assert page.evaluate("document.documentElement.dataset.theme") == "light"
+    page.evaluate("localStorage.removeItem('headrace-theme')")
+
+
 def test_what_happens_in_a_run_appears_by_itself(looker: Looker, live: tuple[MadeRun, Ledger]) -> None:
     made, ledger = live
     page = looker.open("#/run/live")

@@ -32,6 +32,18 @@ def checked_ids(ids: Sequence[Any], vocabulary: int) -> tuple[int, ...]:
     return tuple(int(token) for token in ids)
 
 
+def checked_rows(rows: Sequence[Sequence[Any]], vocabulary: int, max_length: int) -> list[tuple[int, ...]]:
+    """Rows to score, as plain integers; DataError for a bad id, or a row that is longer than the engine takes."""
+    checked = [checked_ids(row, vocabulary) for row in rows]
+    longest = max(map(len, checked), default=0)
+    if longest > max_length:
+        raise DataError(
+            f"a row has {longest} tokens, which is more than max_model_length {max_length}; shorten it or raise "
+            f"engine.max_model_length"
+        )
+    return checked
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """What was asked, and what has been sampled so far."""

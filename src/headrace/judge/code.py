@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from headrace.judge.guest import GUEST
 from headrace.judge.sandbox import Mode, Sandbox, SandboxLimits
 from headrace.judge.session import Session
 from headrace.utils.deadline import deadline_paused
+
+log = logging.getLogger("headrace")
 
 # possessive, or two runs of spaces side by side take quadratic time
 _BLOCK = re.compile(r"^```[ \t]*+(python3?|py)?[ \t]*+\n(.*?)^```", re.MULTILINE | re.DOTALL | re.IGNORECASE)
@@ -159,6 +162,7 @@ def _holds(check: Asserts, session: Session) -> bool:
         else:
             Evaluator(session, check.guest_names, check.objects).run(check.tree)
     except Exception:  # whatever a program answers, and what that leads to here, is its own fault
+        log.debug("a test did not hold", exc_info=True)  # a mistake of ours would be seen here
         return False
     return True
 

@@ -6,9 +6,7 @@ import asyncio
 import logging
 import socket
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 
 from headrace.openai_server.app import Routes
@@ -17,6 +15,7 @@ from headrace.openai_server.served import Served, open_served, serving_config
 from headrace.tracking.terminal import working
 from headrace.utils.http_server import HttpServer, listen
 from headrace.utils.interrupts import interruptible, on_interrupt
+from headrace.utils.server_thread import Started, server_in_thread
 
 Ready = Callable[[Served, HttpServer], AbstractContextManager[None]]
 
@@ -42,29 +41,17 @@ def serve_openai(options: OpenAIOptions, report: Callable[[str], None]) -> None:
 def running(options: OpenAIOptions) -> Iterator[str]:
     """A server in a thread of this process, and its URL."""
     listening = _listen(options)
-    started: Future[tuple[HttpServer, asyncio.AbstractEventLoop]] = Future()
 
-    @contextmanager
-    def ready(_: Served, server: HttpServer) -> Iterator[None]:
-        started.set_result((server, asyncio.get_running_loop()))
-        yield
+    async def serve(started: Started) -> None:
+        @contextmanager
+        def ready(_: Served, server: HttpServer) -> Iterator[None]:
+            started(server.stop)
+            yield
 
-    def body() -> None:
-        try:
-            asyncio.run(_serve(options, listening, ready))
-        except BaseException as error:  # handed to the one who waits
-            if started.done():
-                raise
-            started.set_exception(error)
+        await _serve(options, listening, ready)
 
-    thread = threading.Thread(target=body, name="headrace-serve", daemon=True)
-    thread.start()
-    server, loop = started.result()
-    try:
+    with server_in_thread("headrace-serve", serve):
         yield url_of(options, listening)
-    finally:
-        loop.call_soon_threadsafe(server.stop)
-        thread.join()
 
 
 async def _serve(options: OpenAIOptions, listening: socket.socket, ready: Ready) -> None:

@@ -6,10 +6,8 @@ import asyncio
 import contextlib
 import logging
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 
 from headrace.tinker_server.app import Routes
@@ -18,6 +16,7 @@ from headrace.tinker_server.service import Service
 from headrace.tracking.terminal import working
 from headrace.utils.http_server import HttpServer, listen
 from headrace.utils.interrupts import on_interrupt
+from headrace.utils.server_thread import Started, server_in_thread
 
 log = logging.getLogger("headrace")
 
@@ -44,29 +43,17 @@ def serve_tinker(options: ServeOptions, report: Callable[[str], None]) -> None:
 def running(options: ServeOptions) -> Iterator[str]:
     """A server in a thread of this process, and its URL."""
     listening = _listen(options)
-    started: Future[HttpServer] = Future()
 
-    @contextmanager
-    def ready(_: Service, server: HttpServer) -> Iterator[None]:
-        started.set_result(server)
-        yield
+    async def serve(started: Started) -> None:
+        @contextmanager
+        def ready(_: Service, server: HttpServer) -> Iterator[None]:
+            started(server.stop)
+            yield
 
-    def body() -> None:
-        try:
-            asyncio.run(_serve(options, listening, ready))
-        except BaseException as error:  # handed to the one who waits
-            if started.done():
-                raise
-            started.set_exception(error)
+        await _serve(options, listening, ready)
 
-    thread = threading.Thread(target=body, name="headrace-serve", daemon=True)
-    thread.start()
-    server = started.result()
-    try:
+    with server_in_thread("headrace-serve", serve):
         yield url_of(options, listening)
-    finally:
-        server.stop()
-        thread.join()
 
 
 async def _serve(options: ServeOptions, listening: socket.socket, ready: Ready) -> None:

@@ -6,16 +6,15 @@ import asyncio
 import contextlib
 import os
 import socket
-import threading
 import webbrowser
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import quote
 
 from headrace.utils.http_server import HttpServer, listen
 from headrace.utils.interrupts import on_interrupt
+from headrace.utils.server_thread import Started, server_in_thread
 from headrace.viewer.app import Viewer
 from headrace.viewer.options import ViewOptions
 from headrace.viewer.store import RunShelf
@@ -84,35 +83,19 @@ async def serve_for(options: ViewOptions, life: Coroutine[Any, Any, None], repor
 def running(options: ViewOptions) -> Iterator[str]:
     """A viewer in a thread of this process, and its URL."""
     listening = _listen(options)
-    started: Future[Callable[[], None]] = Future()
 
-    async def serve() -> None:
+    async def serve(started: Started) -> None:
         async with _serving(options, listening) as (server, viewer, serving):
-            loop = asyncio.get_running_loop()
 
             def stop() -> None:
-                loop.call_soon_threadsafe(viewer.closing.set)
+                viewer.closing.set()
                 server.stop()
 
-            started.set_result(stop)
+            started(stop)
             await serving
 
-    def body() -> None:
-        try:
-            asyncio.run(serve())
-        except BaseException as error:
-            if started.done():
-                raise
-            started.set_exception(error)
-
-    thread = threading.Thread(target=body, name="headrace-view", daemon=True)
-    thread.start()
-    stop = started.result()
-    try:
+    with server_in_thread("headrace-view", serve):
         yield url_of(options, listening)
-    finally:
-        stop()
-        thread.join()
 
 
 def url_of(options: ViewOptions, listening: socket.socket) -> str:

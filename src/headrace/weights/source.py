@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -58,13 +58,18 @@ class NamedTensors:
         ]
 
     def chunks(self, max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-        chunk: list[tuple[str, Tensor]] = []
-        size = 0
-        for name, tensor in self._tensors.items():
-            if chunk and size + tensor.nbytes > max_bytes:
-                yield chunk
-                chunk, size = [], 0
-            chunk.append((name, tensor))
-            size += tensor.nbytes
-        if chunk:
+        return in_chunks(self._tensors.items(), max_bytes)
+
+
+def in_chunks(named: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+    """Some at a time: as many as fit into `max_bytes`, and at least one."""
+    chunk: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, tensor in named:
+        if chunk and size + tensor.nbytes > max_bytes:
             yield chunk
+            chunk, size = [], 0
+        chunk.append((name, tensor))
+        size += tensor.nbytes
+    if chunk:
+        yield chunk

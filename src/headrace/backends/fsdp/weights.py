@@ -16,6 +16,7 @@ from headrace.weights.base import Endpoint, TensorInfo, Transfer
 from headrace.weights.digest import StreamedDigest
 from headrace.weights.sender import new_transfer
 from headrace.weights.shared_memory import Layout
+from headrace.weights.source import in_chunks
 
 
 class GatheredWeights:
@@ -42,16 +43,7 @@ class GatheredWeights:
 
     def chunks(self, max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
         """Some at a time: as many as fit, and at least one."""
-        chunk: list[tuple[str, Tensor]] = []
-        size = 0
-        for name, tensor in self:
-            if chunk and size + tensor.nbytes > max_bytes:
-                yield chunk
-                chunk, size = [], 0
-            chunk.append((name, tensor))
-            size += tensor.nbytes
-        if chunk:
-            yield chunk
+        return in_chunks(self, max_bytes)
 
     def drain(self) -> None:
         """Gather what is left, for the other ranks' sake."""

@@ -16,7 +16,7 @@ import torch
 from headrace.utils.bulk_copy import bulk_map
 from headrace.weights.base import Endpoint, TensorInfo, TensorStream
 from headrace.weights.control import control
-from headrace.weights.transfers.receipts import compare_receipts
+from headrace.weights.transfers.receipts import announced, compare_receipts
 from headrace.weights.vllm_plugin.headrace_vllm.checksum import checksum
 
 _ALIGNMENT = 64
@@ -53,9 +53,7 @@ class FileTransfer:
         update = {
             "path": str(self._path),
             "size": len(content),
-            "names": [info.name for info in infos],
-            "dtype_names": [info.dtype for info in infos],
-            "shapes": [list(info.shape) for info in infos],
+            **announced(infos),
             "starts": starts,
         }
         before = np.cumsum([0, *workers])

@@ -20,6 +20,7 @@ from torch import Tensor
 from headrace.errors import ConfigError, ServerLostError, WeightSyncError
 from headrace.weights.base import Endpoint, TensorStream
 from headrace.weights.control import control
+from headrace.weights.transfers.receipts import announced
 from headrace.weights.transfers.torch_group import TorchGroup
 
 _CHUNK = 1 << 30
@@ -51,11 +52,7 @@ class NcclTransfer:
 
     def send(self, source: TensorStream, version: int) -> str | None:
         infos = source.infos()
-        update = {
-            "names": [info.name for info in infos],
-            "dtype_names": [info.dtype for info in infos],
-            "shapes": [list(info.shape) for info in infos],
-        }
+        update = announced(infos)
         threads = ThreadPoolExecutor(max(1, len(self._groups)))
         asked = [threads.submit(control(endpoint).receive, update) for endpoint in self._groups]
         try:
