@@ -57,8 +57,15 @@ FIELDS: dict[str, tuple[str, ...]] = {
         "path", "override_config", "enable_gradient_checkpointing", "use_remove_padding", "lora_rank", "lora_alpha",
         "target_modules",
     ),
-    "verl.workers.config:McoreEngineConfig": ("strategy",),
-    "verl.workers.config:McoreOptimizerConfig": (),
+    "verl.workers.config:McoreEngineConfig": (
+        "strategy", "forward_only", "dtype", "use_dynamic_bsz", "seed", "override_transformer_config",
+        "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
+        "expert_model_parallel_size", "expert_tensor_parallel_size", "vanilla_mbridge",
+    ),
+    "verl.workers.config:McoreOptimizerConfig": (
+        "lr", "min_lr", "betas", "weight_decay", "clip_grad", "lr_warmup_steps", "lr_decay_style",
+        "total_training_steps", "override_optimizer_config",
+    ),
     "verl.workers.config:TrainingWorkerConfig": (
         "model_type", "model_config", "engine_config", "optimizer_config", "checkpoint_config",
     ),
