@@ -46,6 +46,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {("engine", name): one for name, one in engines.items()}
     backends = {("backend", "any"): AnyBackend, ("backend", "silent"): SilentBackend}
     monkeypatch.setattr(registry, "_registered", {**found, **backends})
+    monkeypatch.setenv("TINKER_API_KEY", "tml-test")
 
 
 def config(engine: str, backend: str = "any", **sections: Any) -> RunConfig:

@@ -57,7 +57,8 @@ def test_what_the_service_cannot_do_is_refused_with_the_remedy(words: str, says:
         "--algorithm.kl.coef=0.1 --optimizer.weight_decay=0.1 --backend.micro_batch_tokens=64",
     ],
 )
-def test_what_the_service_can_do_is_accepted(words: str) -> None:
+def test_what_the_service_can_do_is_accepted(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKER_API_KEY", "tml-test")
     TinkerBackend.check(build_config({"backend": {"name": "tinker"}}, words.split()))
 
 

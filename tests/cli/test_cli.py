@@ -27,7 +27,8 @@ Caught = pytest.CaptureFixture[str]
 @pytest.fixture
 def run_file(tmp_path: Path) -> Path:
     path = tmp_path / "run.toml"
-    path.write_text('[run]\nname = "try"\n[trainer]\nsteps = 3\n[eval.sets."dev set"]\ntasks = "countdown"\n')
+    workflow, sets = '[workflow]\njudger = "countdown"\n', '[eval.sets."dev set"]\ntasks = "countdown"\n'
+    path.write_text(f'[run]\nname = "try"\n{workflow}[trainer]\nsteps = 3\n{sets}')
     return path
 
 
@@ -44,12 +45,13 @@ def test_the_command_line_imports_nothing_heavy():
     assert not imported & HEAVY
 
 
-def test_a_dry_run_imports_no_torch(run_file: Path):
+def test_a_dry_run_refuses_wrong_settings_and_names_without_importing_torch(run_file: Path):
     code = (
         "import sys; from headrace.cli.main import run; "
-        f"code = run(['train', {str(run_file)!r}, '--dry-run']); sys.exit(code or 'torch' in sys.modules)"
+        f"code = run(['train', {str(run_file)!r}, '--dry-run', '--workflow.judger=cuontdown']); "
+        "sys.exit(code + 10 * ('torch' in sys.modules))"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 2
 
 
 def test_a_wrong_key_in_a_real_process_is_one_line_and_exit_2(run_file: Path):
@@ -88,7 +90,8 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "misspelt option of eval": (lambda f: ["eval", str(f), "--chekpoint", "x"], 'did you mean "--checkpoint"?'),
     "stray word": (lambda f: ["train", str(f), "fast"], 'got "fast"'),
     "misspelt command": (lambda f: ["trian", str(f)], 'Did you mean "train"?'),
-    "unknown option": (lambda f: ["doctor", "--quickly"], "Unknown option: --quickly"),
+    "unknown option": (lambda f: ["algorithms", "--quickly"], "Unknown option: --quickly"),
+    "unknown option of doctor": (lambda f: ["doctor", "--quickly"], "unknown option --quickly"),
     "unknown model": (lambda f: ["model", "get", "smolm2-135m"], 'did you mean "smollm2-135m"?'),
     "run folder without a name": (lambda f: ["train", str(f), "--run-dir", "/"], "--run-dir must name a folder"),
 }

@@ -66,6 +66,19 @@ def test_the_plan_says_what_it_is_for(capsys: pytest.CaptureFixture[str]) -> Non
     assert "MiB" not in said
 
 
+def test_the_plan_is_of_the_run_file_with_overrides(capsys: pytest.CaptureFixture[str]) -> None:
+    def planned(*words: str) -> str:
+        run(["doctor", "--plan", EXAMPLE, "--memory", "24", *words])
+        return capsys.readouterr().out
+
+    assert "in float32, optimizer in float32" in planned("--model.dtype=float32")
+    assert planned("--backend.micro_batch_tokens", "100000") != planned()
+    assert run(["doctor", "--plan", EXAMPLE, "--model.dtpye=float32"]) == 2
+    assert 'did you mean "dtype"?' in capsys.readouterr().err
+    assert run(["doctor", "--model.dtype=float32"]) == 2
+    assert "give --plan FILE, too" in capsys.readouterr().err
+
+
 def test_a_plan_for_a_device_that_is_elsewhere_needs_its_memory(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

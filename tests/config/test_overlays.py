@@ -110,7 +110,7 @@ def test_no_file_at_all_is_refused() -> None:
     [["over.toml", "--run.seed", "3"], ["--run.seed=3", "over.toml"], ["--run.seed", "3", "--dry-run", "over.toml"]],
 )
 def test_files_and_options_go_in_any_order(write: Write, capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
-    write("base.toml", "[run]\nname = 'base'\n")
+    write("base.toml", "[run]\nname = 'base'\n[workflow]\njudger = 'countdown'\n")
     write("over.toml", "[trainer]\nsteps = 2\n[run]\nseed = 1\n")
     assert run(["train", "base.toml", *words, *(() if "--dry-run" in words else ["--dry-run"])]) == 0
     out = capsys.readouterr().out
@@ -118,7 +118,7 @@ def test_files_and_options_go_in_any_order(write: Write, capsys: pytest.CaptureF
 
 
 def test_a_value_that_looks_like_a_file_is_a_value(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
-    write("base.toml", "")
+    write("base.toml", "[workflow]\njudger = 'countdown'\n")
     assert run(["train", "base.toml", "--run.name", "x.toml", "--dry-run"]) == 0
     assert 'name = "x.toml"' in capsys.readouterr().out
 

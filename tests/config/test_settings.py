@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
+import numpy as np
 import pytest
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -91,6 +92,14 @@ def test_no_truth_value_can_be_a_number(value: Any) -> None:
         ("optimizer.betas", [-0.1, 0.9], "optimizer.betas.0: input should be greater than or equal to 0"),
         ("rollout.group_size", 100_000_000, "rollout.group_size: input should be less than or equal to 4096"),
         ("trainer.steps", True, "trainer.steps: must be a number, got true"),
+        ("trainer.steps", np.bool_(True), "trainer.steps: must be a number, got true"),
+        ("optimizer.lr", np.bool_(True), "optimizer.lr: must be a number, got true"),
+        ("run.deterministic", np.int64(1), "run.deterministic: must be true or false, got 1"),
+        ("optimizer.lr", 1e-320, "optimizer.lr: is too close to 0 to have an effect, got"),
+        ("algorithm.kl.coef", 1e-300, "algorithm.kl.coef: is too close to 0 to have an effect, got 1e-300"),
+        ("rollout.temperature", 1e-5, "rollout.temperature: must be 0 (greedy) or at least 0.0001, got 1e-05"),
+        ("eval.sets.x.temperature", 1e-5, "eval.sets.x.temperature: must be 0 (greedy) or at least 0.0001, got 1e-05"),
+        ("model.device", "cpu:3", 'write "cpu" instead of "cpu:3"'),
     ],
 )
 def test_a_mistake_is_a_sentence(key: str, value: Any, says: str) -> None:
@@ -285,6 +294,7 @@ USELESS: list[tuple[dict[str, Any], str]] = [
         {"optimizer": {"warmup_steps": 1000}, "trainer": {"steps": 6}},
         "would never reach optimizer.lr",
     ),
+    ({"optimizer": {"schedule": "cosine", "min_lr_ratio": 1}}, "never lowers the learning rate; lower the ratio"),
     ({"algorithm": {"clip_low": 5}}, "algorithm.clip_low must be at most 1, got 5"),
     (
         {"workflow": {"judger": "exact"}, "judge": {"routes": {"*": {"name": "exact"}}}},

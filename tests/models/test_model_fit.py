@@ -58,6 +58,10 @@ MISFITS: dict[str, tuple[Change, list[str]]] = {
     "another shape": (lambda t: t.update({UP: t[UP][:-1].clone()}), [f"1 of another shape: {UP} has [", "is wanted"]),
     "turned": (lambda t: t.update({UP: t[DOWN].clone()}), [f"1 of another shape: {UP}"]),
     "all but one": (lambda t: [t.pop(key) for key in sorted(t)[1:]], ["missing", "and 3"]),
+    "whole numbers": (lambda t: t.update({UP: (t[UP] * 100).to(torch.int8)}), [f'has "{UP}" in I8', "float32 or bfl"]),
+    "eight bits": (lambda t: t.update({UP: t[UP].to(torch.float8_e4m3fn)}), [f'has "{UP}" in F8_E4M3']),
+    "no number": (lambda t: t[UP][3].fill_(float("nan")), [f"1 not finite (NaN or infinite): {UP}"]),
+    "infinite": (lambda t: t[DOWN][0, 1].fill_(-float("inf")), [f"1 not finite (NaN or infinite): {DOWN}"]),
     "no embedding": (lambda t: t.pop("model.embed_tokens.weight"), ["model.embed_tokens.weight"]),
     "tied and not": (
         lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1}), ["tie_word_embeddings"],
@@ -78,6 +82,9 @@ def test_tensors_that_do_not_fit_are_refused_and_named(tmp_path: Path, kind: str
 FINE: dict[str, Change] = {
     "as it is": lambda t: None,
     "old rotary tables": lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}),
+    "an old mask of whole numbers": lambda t: t.update(
+        {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4, dtype=torch.int64)}
+    ),
     "a tied embedding that is written twice": lambda t: t.update(
         {"lm_head.weight": t["model.embed_tokens.weight"].clone()}
     ),

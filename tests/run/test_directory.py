@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import os
@@ -149,7 +150,7 @@ ALLOWED: dict[str, tuple[dict[str, Any], str]] = {
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "learning rate": ({"optimizer": {"lr": 1e-4}}, "optimizer.lr: 1e-05 → 0.0001"),
-    "fewer steps": ({"trainer": {"steps": 50}}, "trainer.steps: 100 → 50"),
+    "fewer steps": ({"trainer": {"steps": 50}}, "trainer.steps: 100 → 50 (it may only grow). Take"),
     "seed": ({"run": {"seed": 1}}, "run.seed: 0 → 1"),
     "data": ({"data": {"args": {"count": 9}}}, "data.args.count: (none) → 9"),
     "loss": ({"algorithm": {"loss": "gspo"}}, 'algorithm.loss: "ppo_clip" → "gspo"'),
@@ -329,11 +330,45 @@ async def test_a_configuration_that_cannot_be_written_stays_as_it_was(
     assert not list(folder.glob(".*"))
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_read_only_folder_is_an_error_with_a_remedy(tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    with pytest.raises(ConfigError, match="Permission denied; make room or make it writable"):
-        claim(tmp_path)
+FORBIDDEN = """
+import sys
+from pathlib import Path
+from headrace.config.loading import build_config
+from headrace.errors import ConfigError
+from headrace.run.directory import claim_run_dir, describe_start
+
+config = build_config({"run": {"dir": sys.argv[1], "name": "try"}})
+for start in (describe_start, lambda config: claim_run_dir(config).__enter__()):
+    try:
+        start(config)
+    except ConfigError as error:
+        print(error)
+"""
+
+
+def obey_permissions() -> None:
+    """Root may write anywhere, but for the right to do so."""
+    if os.geteuid() == 0:
+        libc = ctypes.CDLL(None)
+        for right in (1, 2):  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
+            libc.prctl(24, right, 0, 0, 0)  # PR_CAPBSET_DROP
+
+
+@pytest.mark.parametrize("mode", [0o500, 0o000], ids=["read only", "closed"])
+@pytest.mark.parametrize("below", ["", "deep"])
+def test_a_folder_that_cannot_be_written_is_an_error_with_a_remedy_also_of_a_dry_run(
+    tmp_path: Path, mode: int, below: str
+) -> None:
+    folder = tmp_path / "theirs"
+    folder.mkdir(mode=mode)
+    if os.geteuid() == 0:
+        os.chown(folder, 65534, 65534)
+        folder.chmod(mode | 0o055 if mode else mode)  # for all but its owner, which root no longer stands above
+    command = [sys.executable, "-c", FORBIDDEN, str(folder / below)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, preexec_fn=obey_permissions)
+    said = f"cannot write the run folder {folder / below / 'try'}: Permission denied; make room or make it writable"
+    assert [line.startswith(said) for line in done.stdout.splitlines()] == [True, True], done
+    folder.chmod(0o700)
 
 
 READ_ONLY = """

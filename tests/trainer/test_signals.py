@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from headrace.run.checkpoint import list_checkpoints, step_of
 from headrace.utils.interrupts import STOP, on_interrupt
 from null_backend import scattered
 
-PATHS = os.pathsep.join([str(ROOT / "tests"), str(ROOT / "tests" / "trainer")])
+PATHS = os.pathsep.join(str(ROOT / folder) for folder in ("src", "tests", "tests/trainer"))
 
 FILE = """
 [backend]
@@ -55,6 +55,16 @@ async def hanging(task: Task, model: Model) -> float:
     if os.path.exists("hang"):  # noqa: ASYNC240
         print("hangs", flush=True)
         await asyncio.sleep(600)
+    return await slow(task, model)
+
+
+async def blocking(task: Task, model: Model) -> float:
+    """Blocks the event loop, and swallows whatever would end it."""
+    if os.path.exists("hang"):  # noqa: ASYNC240
+        print("hangs", flush=True)
+        while True:
+            with suppress(BaseException):
+                time.sleep(600)  # noqa: ASYNC251
     return await slow(task, model)
 
 
@@ -139,6 +149,18 @@ def test_a_second_signal_aborts_at_once(tmp_path: Path, start: Start, number: si
     os.killpg(process.pid, number)
     _, err = process.communicate(timeout=30)
     assert process.returncode == 130 and "aborted" in err and "Traceback" not in err, err
+
+
+def test_one_signal_is_enough_though_user_code_blocks_the_loop_and_swallows_interruptions(
+    tmp_path: Path, start: Start
+) -> None:
+    process = start(workflow="blocking")
+    wait_for(lambda: len(steps(tmp_path)) >= 2, process)
+    (tmp_path / "hang").touch()
+    assert process.stdout is not None and process.stdout.readline() == "hangs\n"
+    os.killpg(process.pid, signal.SIGTERM)
+    _, err = process.communicate(timeout=40)
+    assert process.returncode == 130 and "since the stop signal" in err and "Traceback" not in err, err
 
 
 def test_a_step_that_waits_longer_than_the_grace_period_is_given_up_and_the_run_resumes(

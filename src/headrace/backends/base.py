@@ -52,7 +52,7 @@ class Backend(Protocol):
     def check(config: RunConfig) -> None:
         """Raise ConfigError, with the remedy, for an option that this backend cannot honour.
 
-        Called on the class, before anything is loaded.
+        Called on the class, before anything is loaded, also by a dry run.
         """
         ...
 

@@ -11,7 +11,9 @@ import shutil
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from cyclopts import Parameter
 
 from headrace.errors import ConfigError, install_line
 
@@ -44,13 +46,18 @@ _GIB = 2**30
 Row = tuple[str, str]
 
 
-def doctor(*, plan: Path | None = None, memory: float | None = None) -> int:
+def doctor(
+    *overrides: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)],
+    plan: Path | None = None,
+    memory: float | None = None,
+) -> int:
     """Show what this machine has and whether a first run will work.
 
     Parameters
     ----------
     plan
-        A run file: show how much memory it needs on its device, and whether it fits.
+        A run file: show how much memory it needs on its device, and whether it fits. Further run files and
+        `--section.key value` change its settings, as with `headrace train`.
     memory
         With --plan: compare with so many GiB, not with the device of this machine.
     """
@@ -59,7 +66,12 @@ def doctor(*, plan: Path | None = None, memory: float | None = None) -> int:
     if plan is not None:
         from headrace.cli.plan import show_plan
 
-        return show_plan(plan, memory)
+        return show_plan(plan, overrides, memory)
+    if overrides:
+        from headrace.cli.train import refuse_unknown
+
+        refuse_unknown(overrides, ("--plan", "--memory"))
+        raise ConfigError(f"{overrides[0]} changes a run file; give --plan FILE, too")
     if memory is not None:
         raise ConfigError(f"--memory {memory:g} is what a plan is compared with; give --plan FILE, too")
     from rich.table import Table

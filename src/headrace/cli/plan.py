@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
     from headrace.models.plan import MemoryPlan, ModelShape
 
 
-def show_plan(file: Path, memory_gib: float | None) -> int:
-    """Print the table of a run file; 0 if it fits, or if there is nothing to compare it with."""
+def show_plan(file: Path, words: Sequence[str], memory_gib: float | None) -> int:
+    """Print the table of a run file with overrides; 0 if it fits, or if there is nothing to compare it with."""
     from rich.table import Table
     from rich.text import Text
 
-    from headrace.config.loading import load_config
+    from headrace.cli.train import read_run
     from headrace.models.plan import gib, memory_plan, read_shape
     from headrace.tracking.terminal import Console
 
-    config = load_config(file, objects=())
+    config = read_run(str(file), words, "--plan", "--memory")
     if config.backend.name != "local":
         raise ConfigError(f'the plan is of one device and the backend "local"; {file} has "{config.backend.name}"')
     shape = read_shape(_model_folder(config.model.name))

@@ -37,7 +37,11 @@ RunDir = Annotated[Path | None, Parameter(help="Folder of this run, in place of 
 Resume = Annotated[Path | None, Parameter(help="Resume the run in this folder, with the settings of its config.json.")]
 DryRun = Annotated[
     bool,
-    Parameter(negative="", show_default=False, help="Check names and run folder, print all settings, and stop."),
+    Parameter(
+        negative="",
+        show_default=False,
+        help="Check settings, names, backend, engine and run folder, print all settings, and stop.",
+    ),
 ]
 
 
@@ -107,11 +111,12 @@ def _viewer(config: RunConfig) -> Iterator[None]:
 
 
 def _dry_run(read: Callable[[], RunConfig]) -> int:
-    """Check all that can be checked without loading tasks or weights; report every problem at once."""
+    """Check all that a start checks before it reads tasks and loads weights; report every problem of settings and
+    names at once, then what backend and engine refuse."""
     from headrace.cli.toml_text import to_toml
     from headrace.config.loading import UnsoundConfigError
     from headrace.config.names import name_problems
-    from headrace.config.rules import check_declared, warn_of_long_intervals
+    from headrace.config.rules import warn_of_long_intervals
     from headrace.run.directory import describe_start
 
     problems: list[str] = []
@@ -128,7 +133,8 @@ def _dry_run(read: Callable[[], RunConfig]) -> int:
         problems.append(str(error))
     if problems:
         raise ConfigError("; ".join(problems))
-    check_declared(config)
+    check_parts = load_object("headrace.trainer.checks:check_parts")
+    check_parts(config)  # last: it imports what the backend computes with
     warn_of_long_intervals(config)
     print("\n".join(f"# {line}" for line in start), to_toml(config), sep="\n\n")
     return 0
@@ -147,7 +153,7 @@ def read_run(file: str, words: Sequence[str], *options: str, run_dir: Path | Non
     """The run files with their overrides; `options` are the command's own, for suggestions."""
     from headrace.config.loading import load_config
 
-    _refuse_unknown([file, *words], options)
+    refuse_unknown([file, *words], options)
     if file.startswith("-"):
         raise ConfigError(f"the run file comes first, got {file}; write FILE.toml {file} ...")
     overlays, overrides = split_words(words)
@@ -179,7 +185,7 @@ def _read_resumed(run: Path, words: Sequence[str], run_dir: Path | None) -> RunC
 
     if run_dir is not None:
         raise ConfigError(f"--resume continues in {run}, so --run-dir {run_dir} has no effect; leave it out")
-    _refuse_unknown(words, _OPTIONS)
+    refuse_unknown(words, _OPTIONS)
     files, overrides = split_words(words)
     overlays = read_layers(files) if files else []
     given = {f"--{key}": key for key, _ in parse_overrides(overrides)}
@@ -195,7 +201,8 @@ def _read_resumed(run: Path, words: Sequence[str], run_dir: Path | None) -> RunC
     return build_config(stored, [*overrides, *own], where=where, overlays=overlays, objects=(), begun=True)
 
 
-def _refuse_unknown(words: Sequence[str], options: Sequence[str]) -> None:
+def refuse_unknown(words: Sequence[str], options: Sequence[str]) -> None:
+    """Raise ConfigError for an option that is neither a setting nor one of the command's own."""
     for word in words:
         option = word.partition("=")[0]
         if option.startswith("--") and "." not in option:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 import headrace.config.conditions.agents as when
-from headrace.config.base import LONGEST_S, MOST_TOKENS, Section
+from headrace.config.base import LONGEST_S, MOST_TOKENS, Section, Temperature
 from headrace.config.conditions import shared
 from headrace.config.effect import always, declare
 from headrace.utils.loopback import is_loopback
@@ -110,7 +110,7 @@ class RolloutSection(Section):
 
     group_size: int = Field(default=8, ge=1, le=4096)
     """Rollouts of each task, compared with each other."""
-    temperature: float = Field(default=1.0, ge=0, le=100)
+    temperature: Temperature = 1.0
     """Sampling temperature; the learner scales its logits the same way."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling; 1 samples from the full distribution."""

@@ -72,9 +72,10 @@ def check_resume(stored: dict[str, Any], config: RunConfig, folder: Path, has_ch
     found = changes(stored, config)
     refused = [change for change in found if not _may_change(change, config.run.deterministic)]
     if refused:
+        shown = "; ".join(f"{change}{_why_refused(change)}" for change in refused)
         raise ConfigError(
-            f"the run in {folder} was begun with other settings: {'; '.join(map(str, refused))}. Take the change back, "
-            f"or {_new_run(folder, has_checkpoint)}"
+            f"the run in {folder} was begun with other settings: {shown}. Take the change back, or "
+            f"{_new_run(folder, has_checkpoint)}"
         )
     shown = [change for change in found if not _within(change.key, ("run",))]
     notes = [f"changed settings: {'; '.join(map(str, shown))}"] if shown else []
@@ -128,6 +129,10 @@ def _may_change(change: Change, deterministic: bool) -> bool:
     if _within(change.key, UNLESS_DETERMINISTIC):
         return not deterministic
     return _within(change.key, FREE) and not _within(change.key, FIXED)
+
+
+def _why_refused(change: Change) -> str:
+    return " (it may only grow)" if change.key == "trainer.steps" else ""
 
 
 def _within(key: str, settings: tuple[str, ...]) -> bool:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 import headrace.config.conditions.data as when
-from headrace.config.base import MOST_STEPS, MOST_TOKENS, Section
+from headrace.config.base import MOST_STEPS, MOST_TOKENS, Section, Temperature
 from headrace.config.conditions import shared
 from headrace.config.effect import Effects, always, declare
 
@@ -127,7 +127,7 @@ class EvalSet(SourceSection):
     """The same as data.tasks, or "holdout": what data.holdout keeps from training (args = { count = N } takes N)."""
     attempts: int = Field(default=1, ge=1, le=65_536)
     """Rollouts of each task; pass@k and avg@k are reported up to this k."""
-    temperature: float = Field(default=0.0, ge=0, le=100)
+    temperature: Temperature = 0.0
     """Sampling temperature; 0 is greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling; 1 samples from the full distribution."""

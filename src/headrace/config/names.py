@@ -111,7 +111,7 @@ def _names(config: RunConfig, objects: Collection[str]) -> Iterator[_Named]:
     yield from (_Named("trainer.callbacks", "callback", name) for name in trainer.callbacks)
     yield from (_Named("track.trackers", "tracker", name) for name in config.track.trackers)
     yield from (_Named("eval.metrics", "evaluation metric", name) for name in config.eval.metrics)
-    if config.backend.name == "local":
+    if config.backend.name in ("local", "fsdp", "verl"):  # whose model is loaded from this machine
         yield _Named("model.name", "model", config.model.name)
         if config.distill.teacher != "initial":
             yield _Named("distill.teacher", "model", config.distill.teacher)

@@ -142,6 +142,15 @@ def _warm_up(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _decay(config: RunConfig) -> Iterator[str]:
+    section = config.optimizer
+    if section.schedule != "constant" and section.min_lr_ratio == 1:
+        yield (
+            f'optimizer.schedule = "{section.schedule}" with optimizer.min_lr_ratio = 1 never lowers the learning '
+            f'rate; lower the ratio, or set optimizer.schedule = "constant" without it'
+        )
+
+
 def _judging(config: RunConfig) -> Iterator[str]:
     if config.workflow.judger and config.judge.routes:
         yield f'both workflow.judger ("{config.workflow.judger}") and judge.routes are set; keep one of them'
@@ -349,6 +358,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _ratios,
     _clipping,
     _warm_up,
+    _decay,
     _judging,
     _placing,
     _sampled_otherwise,

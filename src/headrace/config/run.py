@@ -95,6 +95,13 @@ class ModelSection(Section):
     """Use Headrace's own forward pass for models of the Llama family on the CPU; false always uses that of
     transformers."""
 
+    @field_validator("device")
+    @classmethod
+    def _one_cpu(cls, device: str) -> str:
+        if device.startswith("cpu:"):
+            raise ValueError(f'has a number, and there is one CPU; write "cpu" instead of "{device}"')
+        return device
+
     effects: ClassVar = declare(
         when.NAMED_HERE("name"),
         shared.NOT_TINKER("device", "dtype", "attention", "fast_path", "tf32", "quantize"),

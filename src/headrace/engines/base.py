@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from headrace.config import RunConfig
+from headrace.config.base import LEAST_TEMPERATURE
 from headrace.errors import ConfigError
 from headrace.weights.base import Endpoint, WeightSender, WeightSource
 from headrace.weights.canary import Score
@@ -25,8 +26,10 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        if self.temperature is not None and not self.temperature >= 0:
-            raise ConfigError(f"temperature must be 0 (greedy) or above, got {self.temperature}")
+        if self.temperature is not None and not (self.temperature == 0 or self.temperature >= LEAST_TEMPERATURE):
+            raise ConfigError(
+                f"temperature must be 0 (greedy) or at least {LEAST_TEMPERATURE:g}, got {self.temperature:g}"
+            )
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p must be above 0 and at most 1, got {self.top_p}")
         if self.top_k is not None and self.top_k < 0:
@@ -220,7 +223,10 @@ class EngineFactory(Protocol):
     """What an engine's name stands for: an engine's class, or an object that makes engines."""
 
     def abilities(self, config: RunConfig) -> EngineAbilities:
-        """What the engine will be able to do. Called before anything is loaded."""
+        """What the engine will be able to do; ConfigError, with the remedy, for an option that it cannot honour.
+
+        Called before anything is loaded, also by a dry run.
+        """
         ...
 
     def __call__(self, config: RunConfig, host: ModelHost) -> RolloutEngine:

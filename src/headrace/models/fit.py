@@ -6,6 +6,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from headrace.errors import ModelError
 
 _SHOWN = 3
@@ -28,6 +31,7 @@ def require_fit(what: str, model: Any, info: Mapping[str, Any]) -> None:
     if found := "; ".join(filter(None, problems)):
         raise ModelError(f"{what}: its tensors are not those of {type(model).__name__}: {found}; {_REMEDY}")
     _require_tied(what, model)
+    _require_finite(what, model)
 
 
 def names_that_differ(found: Collection[str], wanted: Collection[str]) -> str:
@@ -49,6 +53,20 @@ def _require_tied(what: str, model: Any) -> None:
             f"{what}: config.json says tie_word_embeddings, and the file has an output embedding that differs from the "
             f"input embedding; set tie_word_embeddings to false if that is meant, or copy or save the model again"
         )
+
+
+def _require_finite(what: str, model: Any) -> None:
+    """Weights that are no numbers make every loss none; here it can still be said which they are."""
+    bad = [name for name, weight in model.named_parameters() if weight.is_floating_point() and not _is_finite(weight)]
+    if found := _listed("not finite (NaN or infinite)", bad):
+        raise ModelError(f"{what}: of its weights, {found}; copy or save the model again")
+
+
+def _is_finite(weight: Tensor) -> bool:
+    if not weight.numel() or weight.device.type == "meta":
+        return True
+    low, high = torch.aminmax(weight.detach())  # one pass without a copy; NaN goes through
+    return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
 def _listed(what: str, items: Sequence[str]) -> str:

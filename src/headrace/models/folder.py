@@ -12,6 +12,7 @@ from headrace.registry import nearest
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 _LARGEST_HEADER = 100_000_000  # the safetensors format's own limit, in bytes
+_FLOATING = ("F64", "F32", "F16", "BF16")
 _VOCABULARIES = ("tokenizer.model", "spiece.model", "vocab.txt", "vocab.json", "tekken.json")
 
 
@@ -21,7 +22,10 @@ def check_model_folder(path: str | Path, remedy: str = "copy or download the mod
     if not folder.is_dir():
         _fail(folder, "is a file, not a folder" if folder.exists() else "does not exist", remedy)
     _check_config(folder, remedy)
+    quantized = "quantization_config" in _read_json(folder / "config.json", remedy)
     headers = {path.name: _read_header(path, remedy) for path in _weight_files(folder, remedy)}
+    for name, header in headers.items() if not quantized else ():
+        _check_types(folder / name, header)
     if WEIGHTS not in headers:
         _check_index(folder, headers, remedy)
     _check_tokenizer(folder, remedy)
@@ -60,6 +64,15 @@ def _read_header(path: Path, remedy: str) -> dict[str, Any]:
     if size != expected:
         _fail(path, f"has {size} bytes where its header promises {expected}", remedy)
     return header
+
+
+def _check_types(path: Path, header: dict[str, Any]) -> None:
+    """Weights are floating-point numbers. Whole ones stand for others by a scale, which only a quantised model has."""
+    for name, tensor in header.items():
+        kind, shape = tensor.get("dtype"), tensor.get("shape") or ()
+        trained = name.endswith(".weight") or (name.endswith(".bias") and len(shape) == 1)  # not a mask called bias
+        if trained and kind not in _FLOATING:
+            _fail(path, f'has "{name}" in {kind}, which are not weights', "save the model again in float32 or bfloat16")
 
 
 class _TwiceError(Exception):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -37,7 +37,11 @@ _WIDE = {torch.float32, torch.float64}
 
 def covers(hf_model: Any) -> bool:
     """Whether this forward computes the same function as the model's own."""
-    config = _unwrap(hf_model).config
+    return covers_architecture(_unwrap(hf_model).config) and hf_model.get_input_embeddings().weight.device.type == "cpu"
+
+
+def covers_architecture(config: Any) -> bool:
+    """The same of a configuration, for a model that is on the CPU."""
     sliding = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
     rope = getattr(config, "rope_parameters", None) or {}
     return (
@@ -46,8 +50,15 @@ def covers(hf_model: Any) -> bool:
         and config.hidden_act == "silu"
         and rope.get("rope_type", "default") in _STATIC_ROPE
         and not getattr(config, "attention_dropout", 0.0)
-        and hf_model.get_input_embeddings().weight.device.type == "cpu"
         and getattr(config, "quantization_config", None) is None
+    )
+
+
+def refuse_compiling() -> NoReturn:
+    """For models that this forward covers: it has native kernels instead."""
+    raise ConfigError(
+        "engine.compile is for the forward pass of transformers, and this model decodes with Headrace's own; "
+        "remove it, or set model.fast_path = false"
     )
 
 
@@ -156,10 +167,7 @@ class LlamaModel:
             del self._decoder  # it is built again when it is needed
 
     def compile_decoding(self) -> None:
-        raise ConfigError(
-            "engine.compile is for the forward pass of transformers, and this model decodes with Headrace's own; "
-            "remove it, or set model.fast_path = false"
-        )
+        refuse_compiling()
 
     def renew(self) -> None:
         if self._decoded_with != "float32" and (decoder := self._decoder):

@@ -31,6 +31,15 @@ def load_tokenizer(name: str) -> Any:
         return AutoTokenizer.from_pretrained(folder)
 
 
+def load_architecture(name: str) -> Any:
+    """What the model's config.json says, without dropout; no weights are read."""
+    folder = resolve_model(name)
+    with boundary(ModelError, f'cannot load model "{name}"'):
+        config = AutoConfig.from_pretrained(folder)
+    _switch_dropout_off(config)
+    return config
+
+
 def load_model(section: ModelSection) -> Any:
     """The transformers model, in the wanted type, without dropout, with adapters if the section asks for them."""
     folder = resolve_model(section.name)
@@ -38,9 +47,8 @@ def load_model(section: ModelSection) -> Any:
     if device == CPU and dtype == torch.bfloat16:
         make_bfloat16_safe()
     quantized = quantization(section.quantize, device, dtype)
+    config = load_architecture(section.name)
     with boundary(ModelError, f'cannot load model "{section.name}"'):
-        config = AutoConfig.from_pretrained(folder)
-        _switch_dropout_off(config)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, config=config, dtype=dtype, output_loading_info=True, **quantized,
             ignore_mismatched_sizes=True,  # reported with all the rest

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from headrace.errors import ConfigError
 from headrace.models.packed import PackedRows
 from headrace.models.parts import Parts
-from headrace.models.row_attention import NAME, OWN_NAME, Rows, needs_own_attention
+from headrace.models.row_attention import NAME, OWN_NAME, VARLEN, Rows, needs_own_attention
 
 _log = logging.getLogger("headrace")
 _VARYING_ROPE = {"dynamic", "longrope"}  # their angles depend on the longest row of a batch
@@ -141,6 +141,29 @@ class PackedForward:
             return self._parts.run(ids_L[None], use_cache=False)[0][0].float()
         finally:
             self._set(now)
+
+
+def check_attention(wanted: str, device: torch.device, dtype: torch.dtype) -> None:
+    """Raise ConfigError for a kernel that this device or this type never has; no model is needed to know."""
+    if wanted not in VARLEN:
+        return
+    problem = ""
+    if device.type != "cuda":
+        problem = f"a kernel for CUDA, and the model is on {device}"
+    elif dtype not in _HALF:
+        problem = f"a kernel for bfloat16, and the model computes in {str(dtype).removeprefix('torch.')}"
+    elif wanted == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
+        problem = "the kernel of the package flash-attn, which is not installed"
+    if problem:
+        raise ConfigError(f'model.attention = "{wanted}" is {problem}; set it to "auto"')
+
+
+def refuse_attention(wanted: str) -> NoReturn:
+    """For a model that attends by itself."""
+    raise ConfigError(
+        f'model.attention = "{wanted}" has no effect: the model runs through Headrace\'s own forward pass on the CPU; '
+        f"remove it, or set model.fast_path = false"
+    )
 
 
 def _probe_rows(vocabulary: int) -> list[list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from headrace.rollout.tools import Tool
 from headrace.utils.child_environment import child_environment
 from headrace.utils.deadline import end_task
 
+log = logging.getLogger("headrace")
 _START_S = 30.0
 _CALL_S = 120.0
 
@@ -77,7 +79,9 @@ class _Connection:
                 ready.set_result(client)
                 await self._closing.wait()
         except Exception as error:
-            if not ready.done():
+            if ready.done():  # its calls fail by themselves; why is said here
+                log.warning('MCP server "%s" was lost: %s', self._name, first_of(error))
+            else:
                 failure = InfrastructureError(f'MCP server "{self._name}" cannot be reached: {first_of(error)}')
                 ready.set_exception(failure)
 

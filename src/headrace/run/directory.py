@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -30,19 +32,9 @@ from headrace.utils.file_lock import FileLock, FileLockedError, holder_of
 _FINISHED = "finished"
 _WORDS = ("auto", "never")
 _OURS = (
-    CONFIG,
-    NUMERICS,
-    OBJECTS,
-    TASKS,
-    "lock",
-    "log.txt",
-    "ledger.sqlite",
-    "store.sqlite",
-    FILE_NAME,
-    "tensorboard",
-    "checkpoints",
-    "spill",
-)
+    CONFIG, NUMERICS, OBJECTS, TASKS, "lock", "log.txt", "ledger.sqlite", "store.sqlite", FILE_NAME, "tensorboard",
+    "checkpoints", "spill",
+)  # fmt: skip
 """How the names of all files begin that a run makes before its first step."""
 
 
@@ -133,15 +125,15 @@ def _lock_one(config: RunConfig, base: Path, source: Path | None) -> tuple[Path,
     """The folder, its lock, and which folders were made for it, the innermost first."""
     folder, number = base, 1
     while True:
-        if _is_free(config, folder, source):
-            with _writable(folder):
+        with _writable(folder):
+            if _is_free(config, folder, source):
                 made = [path for path in (folder, *folder.parents) if not path.exists()]
                 folder.mkdir(parents=True, exist_ok=True)
                 lock = _lock(config, folder)
-            if lock is not None:
-                if _is_free(config, folder, source):  # still, now that no one else can change it
-                    return folder, lock, made
-                lock.release()
+                if lock is not None:
+                    if _is_free(config, folder, source):  # still, now that no one else can change it
+                        return folder, lock, made
+                    lock.release()
         number += 1
         folder = base.with_name(f"{base.name}-{number}")
 
@@ -274,11 +266,13 @@ def describe_start(config: RunConfig, numerics: dict[str, str] | None = None) ->
     """What a start would do, without doing it: which folder, and whether it resumes a run. ConfigError if it cannot."""
     source = _source(config)
     folder, number = config.run.dir / config.run.name, 1
-    while not _is_free(config, folder, source) or (config.run.resume == "never" and holder_of(folder / "lock")):
-        number += 1
-        folder = folder.with_name(f"{config.run.name}-{number}")
-    if owner := holder_of(folder / "lock"):
-        raise ConfigError(_in_use(folder, owner))
+    with _writable(folder):
+        while not _is_free(config, folder, source) or (config.run.resume == "never" and holder_of(folder / "lock")):
+            number += 1
+            folder = folder.with_name(f"{config.run.name}-{number}")
+        if owner := holder_of(folder / "lock"):
+            raise ConfigError(_in_use(folder, owner))
+        _require_writable(folder)
     found = _inspect(config, folder, source, numerics, {})
     checkpoints = list_checkpoints(folder)
     if found.resumes and checkpoints:
@@ -369,6 +363,15 @@ def _check_reopening(folder: Path, stored: dict[str, Any], config: RunConfig) ->
         raise ConfigError(f"{folder} is finished after {done} steps; give a larger --trainer.steps to resume it")
     if not list_checkpoints(folder):
         raise ConfigError(f"{folder} is finished and has no checkpoint to resume from; start a new run")
+
+
+def _require_writable(folder: Path) -> None:
+    """Raise the OSError that making the folder, or writing into it, would raise."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 
 @contextmanager

@@ -15,15 +15,11 @@ from typing import Any
 
 from headrace.algorithms.objectives import Objective, demonstration_sampler
 from headrace.backends.base import Backend, ChecksMachine, SaysNumerics, SaysWhere
-from headrace.backends.setup import choose
 from headrace.config import RunConfig
-from headrace.config.derived import chosen, on_servers, samples_as_learned, uses_ray
-from headrace.config.names import check_names
-from headrace.config.rules import check_declared
+from headrace.config.derived import on_servers, samples_as_learned, uses_ray
 from headrace.data.sampler import TaskSampler
 from headrace.data.training import check_overlap, load_training, make_sampler, warn_of_bad_rows
 from headrace.engines.base import RolloutEngine, pool_metrics
-from headrace.errors import ConfigError
 from headrace.evaluation.evaluator import Evaluator
 from headrace.evaluation.plan import Tasks, check_tasks, evaluation_sets
 from headrace.evaluation.setup import evaluation_parts
@@ -32,7 +28,7 @@ from headrace.registry import load_object, resolve
 from headrace.rollout.agent_loop import AgentLoop, close_all, start_workflows
 from headrace.rollout.gateway import close_gateway
 from headrace.rollout.store import StoredValues, Values
-from headrace.rollout.workflow import run_function, single_turn
+from headrace.rollout.workflow import run_function
 from headrace.run.agreement import missing_steps
 from headrace.run.checkpoint import TrainerState, load_newest
 from headrace.run.checkpoint_writer import CheckpointWriter, adopt
@@ -43,16 +39,18 @@ from headrace.run.random_state import random_states
 from headrace.scheduling.buffer import TrajectoryGroupBuffer
 from headrace.scheduling.coordinator import SyncCoordinator
 from headrace.scheduling.lifecycle import GroupLifecycle
-from headrace.scheduling.manager import AgentLoopManager, needs_reward, training_loop
+from headrace.scheduling.manager import AgentLoopManager, training_loop
 from headrace.scheduling.staleness import StalenessPolicy
 from headrace.tracking.base import RunInfo, TrackerSet
 from headrace.trainer.alarms import Alarms
 from headrace.trainer.callbacks import Callback, CallbackSet, Evaluating, Saving, Tracking
+from headrace.trainer.checks import check_parts
 from headrace.trainer.evaluations import Evaluations
 from headrace.trainer.learner_step import LearnerStep
 from headrace.trainer.recovery import Start, find_start, restore_loops
 from headrace.trainer.step_clock import StepClock
 from headrace.utils.deadline import end_user_tasks
+from headrace.utils.own_command import own_command
 from headrace.utils.threads import run_in_thread
 from headrace.utils.usercode import Abandoned, reporting_abandoned
 from headrace.weights.sync import WeightSync
@@ -129,28 +127,16 @@ def assemble(
     Names first, then tasks, then the model: what is cheap to find wrong is found before what is slow to load.
     """
     given = given or UserObjects()
-    check_names(config, given.objects())
     report("loading the training backend")
     backend = resolve("backend", config.backend.name)
     if isinstance(backend, ChecksMachine):
         backend.check_machine(config)
+    choice = check_parts(config, given.objects())
     run = run_function(config.workflow, given.workflow)
     judge = configured_judger(config, given.judger)
-    for name in chosen(config.algorithm, "estimator"):
-        resolve("estimator", name)
-    if config.workflow.grouping:
-        resolve("grouping", config.workflow.grouping)
     policy: StalenessPolicy = resolve("staleness", config.trainer.staleness)(config.trainer.max_staleness)
     new_objective = resolve("objective", config.algorithm.objective)
     supervised = config.algorithm.objective == "sft"
-    unjudged = run is single_turn and judge is None
-    if unjudged and not supervised and needs_reward(config.algorithm)("agent"):
-        raise ConfigError(
-            'workflow "single_turn" gives no reward and there is no judger; set workflow.judger, '
-            "or use a workflow that returns a number"
-        )
-    choice = choose(config)
-    check_declared(config)
     loading()
     data = load_training(config.data, given.tasks, report)
     warn_of_bad_rows(data, "the training tasks")
@@ -269,11 +255,13 @@ async def open_run(
     trackers = TrackerSet.from_names(config.track.trackers)
     async with AsyncExitStack() as held:
         held.enter_context(closing(trackers))
+        for note in claim.notes:  # first of all: why the run is in this folder, and what is different in it
+            trackers.message(note)
         values = held.enter_context(closing(StoredValues(folder / "store.sqlite")))
         # the folder may be NAME-2: what writes into it beside the trainer must know
         own = config.run.model_copy(update={"dir": folder.parent, "name": folder.name})
         placed = config.model_copy(update={"run": own})
-        watch = f"loading {config.model.name} for the run in {folder}; watch it with headrace view {folder}"
+        watch = f"loading {config.model.name} for the run in {folder}; watch it with {own_command()} view {folder}"
         parts = await run_in_thread(
             assemble, placed, given, values, report=trackers.progress, loading=lambda: trackers.message(watch)
         )
@@ -313,7 +301,7 @@ async def _announced_state(
     config: RunConfig, as_given: RunConfig, claim: Claim, backend: Backend, journal: RunJournal, trackers: TrackerSet
 ) -> TrainerState | None:
     """The newest checkpoint's state, loaded; the trackers hear where the run starts from."""
-    notes = list(claim.notes)
+    notes: list[str] = []
     trackers.progress("looking for a checkpoint")
     if claim.start_from is not None:
         await asyncio.to_thread(adopt, claim.folder, claim.start_from, notes.append)

@@ -16,6 +16,7 @@ from headrace.errors import MissingExtraError
 from headrace.registry import load_object
 from headrace.run.checkpoint import list_checkpoints
 from headrace.tracking.terminal import Console, working
+from headrace.utils.own_command import own_command
 
 if TYPE_CHECKING:
     from headrace.trainer.trainer import RunResult
@@ -35,12 +36,13 @@ def _print(result: RunResult, config: RunConfig, picture: str | None) -> None:
         console.print(_table(result, config))
     lines = [("run folder", str(result.run_dir))]
     if config.ledger.enabled:
-        lines.append(("look at it", f"headrace view {result.run_dir}"))
+        lines.append(("look at it", f"{own_command()} view {result.run_dir}"))
     if picture:
         lines.append(("curves", picture))
     if result.interrupted:
         lines.append(("stopped", f"after step {result.steps} of {config.trainer.steps}"))
-        lines.append(("resume", f"the same command resumes from here, or headrace train --resume {result.run_dir}"))
+        resume = f"{own_command()} train --resume {result.run_dir}"
+        lines.append(("resume", f"the same command resumes from here, or {resume}"))
     else:
         lines += _where_to_look(result, config)
     grid = Table.grid(padding=(0, 2))
@@ -55,9 +57,9 @@ def _where_to_look(result: RunResult, config: RunConfig) -> Iterator[tuple[str, 
     if metrics:
         yield "metrics", f"{result.run_dir}/{' and '.join(metrics)}"
     if config.backend.name != "tinker" and list_checkpoints(result.run_dir):  # its weights are on the service
-        yield "the model", f"headrace export {result.run_dir} FOLDER"
-    pages = [name for name in ("README.md", "docs/workflows.md") if Path(name).exists()]
-    if len(pages) == 2:
+        yield "the model", f"{own_command()} export {result.run_dir} FOLDER"
+    pages = [name for name in ("docs/tutorial.md", "docs/workflows.md") if Path(name).exists()]
+    if pages:
         yield "next", f"an agent of your own: {' and '.join(pages)}"
 
 

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -20,6 +21,7 @@ STOP = (signal.SIGINT, signal.SIGTERM, *_HANG_UP)
 INTERRUPTED = 130
 _THREADS_S = 5.0
 _owns_process = False
+_received_at: float | None = None
 
 
 def take_over_signals() -> None:
@@ -44,12 +46,14 @@ def on_interrupt(call: Callable[[], None], in_handler: bool = False) -> Iterator
     """
     import asyncio  # lazily: `headrace --help` does not need it
 
-    loop, numbers = asyncio.get_running_loop(), _not_ignored()
+    global _received_at
+    loop, numbers, _received_at = asyncio.get_running_loop(), _not_ignored(), None
     received = False
 
     def first(number: int, _: FrameType | None) -> None:
+        global _received_at
         nonlocal received
-        received = True
+        received, _received_at = True, time.monotonic()
         for one in numbers:
             signal.signal(one, _second())
         call() if in_handler else loop.call_soon_threadsafe(call)
@@ -64,6 +68,11 @@ def on_interrupt(call: Callable[[], None], in_handler: bool = False) -> Iterator
     finally:
         for number, handler in zip(numbers, () if received else before, strict=False):
             signal.signal(number, handler)
+
+
+def seconds_since_signal() -> float | None:
+    """How long ago the first signal came; None if none has."""
+    return None if _received_at is None else time.monotonic() - _received_at
 
 
 async def interruptible(work: Coroutine[Any, Any, T]) -> T:
@@ -123,7 +132,7 @@ def _second() -> Callable[[int, FrameType | None], Any]:
 
 def _abort(number: int, frame: FrameType | None) -> None:
     """Files on disk are consistent at every moment, so there is nothing to wait for."""
-    with suppress(Exception):
+    with suppress(OSError):
         # by file descriptor: a print may be in progress
         if os.isatty(2):
             os.write(2, b"\x1b[?25h")  # the live view hides the cursor
@@ -131,13 +140,13 @@ def _abort(number: int, frame: FrameType | None) -> None:
     os._exit(INTERRUPTED)
 
 
-def give_up(why: str) -> None:
+def give_up(why: str, code: int = 1) -> None:
     """End a process of the command line that can neither continue nor be interrupted; elsewhere, do nothing."""
     if not _owns_process:
         return
-    with suppress(Exception):
+    with suppress(OSError):
         os.write(2, f"\nerror: {why}; the process ends here, and its run can be resumed\n".encode(errors="replace"))
-    os._exit(1)
+    os._exit(code)
 
 
 def exit_process(code: int) -> None:

@@ -1,6 +1,7 @@
 """Detects user code that blocks the event loop, where not even the deadlines of episodes work.
 
 The watcher is a thread. It reports the blocking line, and interrupts code that blocks for longer than its deadline.
+After a stop signal there is little patience: one signal is enough to end a run, whatever user code does.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ from contextlib import contextmanager
 from types import FrameType
 
 from headrace.utils.deadline import is_user_task
-from headrace.utils.interrupts import give_up
+from headrace.utils.interrupts import INTERRUPTED, give_up, seconds_since_signal
 from headrace.utils.usercode import innermost_of_user, interrupt, interruptible_calls, line_of_thread, overdue_threads
 
 _LOOK_S = 2.0
 _PATIENCE = 10
 """Times that code is interrupted before it is taken for one that cannot be."""
+_STOP_S = 5.0
+"""How long code may block the loop after a stop signal, which the loop must first hear of."""
+_STOP_PATIENCE = 3
 
 
 @contextmanager
@@ -45,15 +49,17 @@ def watched_loop(
     def look() -> None:
         nonlocal swallowed
         while not over.wait(min(_LOOK_S, blocked_s / 2)):
-            late_s = time.monotonic() - beat
+            late_s, stopping_s = time.monotonic() - beat, seconds_since_signal()
             overdue = overdue_threads()
-            if limit_s is not None and late_s > limit_s + _LOOK_S and is_user_task(asyncio.current_task(loop)):
+            if _is_late(late_s, limit_s, stopping_s) and is_user_task(asyncio.current_task(loop)):
                 overdue.add(thread)
-            swallowed = swallowed + 1 if thread in overdue else 0
+            # of a run that is to stop all are counted: its episodes may block one after the other
+            swallowed = swallowed + 1 if thread in overdue else swallowed * (stopping_s is not None)
             for blocked in overdue:
                 interrupt(blocked)
-            if swallowed > _PATIENCE:
-                give_up(f"user code{line_of_thread(thread)} has ignored {swallowed} interruptions")
+            if swallowed > (_PATIENCE if stopping_s is None else _STOP_PATIENCE):
+                why = f"user code{line_of_thread(thread)} has ignored {swallowed} interruptions"
+                give_up(*((why,) if stopping_s is None else (f"{why} since the stop signal", INTERRUPTED)))
             frame = sys._current_frames().get(thread) if late_s > blocked_s else None
             line = innermost_of_user(_inside_loop(frame)) if frame is not None else None
             if line is not None and (line.filename, line.lineno) not in reported:
@@ -72,6 +78,13 @@ def watched_loop(
     finally:
         over.set()
         watcher.join()
+
+
+def _is_late(late_s: float, limit_s: float | None, stopping_s: float | None) -> bool:
+    """Whether the loop has been blocked for too long."""
+    if stopping_s is not None and stopping_s > _STOP_S:
+        return late_s > _LOOK_S
+    return limit_s is not None and late_s > limit_s + _LOOK_S
 
 
 def _inside_loop(frame: FrameType) -> traceback.StackSummary:

@@ -13,6 +13,7 @@ from headrace.backends.base import Scorer, Trained
 from headrace.backends.fsdp.group import LearnerGroup
 from headrace.backends.fsdp.launching import Launcher, new_launcher, rank_count
 from headrace.backends.fsdp.sending import RankBuffers, RankSender, RankWeights
+from headrace.backends.local.check import check_model
 from headrace.backends.local.numerics import numerics
 from headrace.backends.local.token_losses import require_known_losses
 from headrace.config import AlgorithmSection, RunConfig
@@ -21,7 +22,6 @@ from headrace.data.sample import NO_VERSION, Sample, TrainBatch
 from headrace.engines.base import ModelHost
 from headrace.engines.placement import check_threads
 from headrace.errors import ConfigError
-from headrace.models.catalog import resolve_model
 from headrace.models.load import load_tokenizer
 from headrace.models.tensor_threads import TensorThread
 from headrace.tracking.metrics import MetricsAggregator
@@ -54,8 +54,7 @@ class FsdpBackend:
         check_threads(config)
         require_known_losses(config)
         check_ranks(config)
-        if config.distill.teacher != "initial":
-            resolve_model(config.distill.teacher)
+        check_model(config, fast_path=False)
 
     @staticmethod
     def numerics(config: RunConfig) -> dict[str, str]:

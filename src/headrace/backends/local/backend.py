@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import ClassVar, TypeVar
 
 from headrace.backends.base import Scorer, Trained
+from headrace.backends.local.check import check_model
 from headrace.backends.local.host import new_host
 from headrace.backends.local.learner import Learner
 from headrace.backends.local.numerics import numerics
@@ -18,7 +19,6 @@ from headrace.data.episode import Step
 from headrace.data.sample import TrainBatch
 from headrace.engines.base import ModelHost
 from headrace.engines.placement import check_threads, takes_turns
-from headrace.models.catalog import resolve_model
 from headrace.models.tensor_threads import TensorThread
 from headrace.tracking.metrics import MetricsAggregator
 from headrace.weights.in_place import InPlace
@@ -45,8 +45,7 @@ class LocalBackend:
     def check(config: RunConfig) -> None:
         check_threads(config)
         require_known_losses(config)
-        if config.distill.teacher != "initial":
-            resolve_model(config.distill.teacher)
+        check_model(config, fast_path=True)
 
     @staticmethod
     def numerics(config: RunConfig) -> dict[str, str]:

@@ -42,7 +42,7 @@ from headrace.config import AlgorithmSection, RunConfig
 from headrace.data.episode import Step
 from headrace.data.sample import Sample, TrainBatch
 from headrace.engines.placement import DETERMINISTIC_ROWS, learner_threads
-from headrace.errors import BackendError, ConfigError
+from headrace.errors import BackendError
 from headrace.models.causal import CausalModel, build_causal_model
 from headrace.models.device import CPU, forward_dtype, master_dtype, prepare, resolve_device
 from headrace.models.device_memory import DeviceMemory, explained
@@ -50,7 +50,7 @@ from headrace.models.load import load_model, load_tokenizer
 from headrace.models.logprobs import target_logprobs, wide_dtype
 from headrace.models.modules import lay_end_to_end
 from headrace.models.packed import PackedRows
-from headrace.models.packed_forward import describe_attention
+from headrace.models.packed_forward import describe_attention, refuse_attention
 from headrace.models.transfer import download
 from headrace.tracking.metrics import MetricsAggregator
 from headrace.utils.memory import keep_freed_memory
@@ -275,10 +275,7 @@ class Learner:
             lay_end_to_end(self.hf_model)  # a weight sync copies all of it
         model = build_causal_model(self.hf_model, section.fast_path, section.attention)
         if section.attention != "auto" and not describe_attention(model):
-            raise ConfigError(
-                f'model.attention = "{section.attention}" has no effect: the model runs through Headrace\'s own '
-                f"forward pass on the CPU; remove it, or set model.fast_path = false"
-            )
+            refuse_attention(section.attention)
         model.row_block = DETERMINISTIC_ROWS if self.config.run.deterministic else 0
         model.shares_prefixes &= self.config.backend.share_prefixes
         return model

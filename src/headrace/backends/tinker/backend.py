@@ -32,6 +32,7 @@ from headrace.backends.tinker.renderer import RenderedTokenizer, with_renderer
 from headrace.backends.tinker.rows import datum, returned_logprobs, wide_datum
 from headrace.backends.tinker.sender import Served, TinkerPath
 from headrace.backends.tinker.service import (
+    address,
     answer,
     base_model,
     blocking,
@@ -85,6 +86,7 @@ class TinkerBackend:
     @staticmethod
     def check(config: RunConfig) -> None:
         check_config(config)
+        address(config.tinker)
 
     async def digest(self) -> str:
         """Of how the weights came to be: they stay on the service."""

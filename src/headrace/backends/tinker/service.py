@@ -30,8 +30,8 @@ def base_model(config: RunConfig) -> str:
     return config.tinker.model or config.model.name
 
 
-def connect(section: TinkerSection) -> tinker.ServiceClient:
-    """A client of the service; nothing is sent yet."""
+def address(section: TinkerSection) -> tuple[str | None, str | None]:
+    """Where the service is (None: where the SDK has it) and the key for it; ConfigError if one is missing or wrong."""
     url = section.base_url or os.environ.get("TINKER_BASE_URL") or None
     key = os.environ.get(section.api_key_env) or None
     if key is None and url is not None and _is_here(url):
@@ -41,6 +41,14 @@ def connect(section: TinkerSection) -> tinker.ServiceClient:
             f"{section.api_key_env} (tinker.api_key_env) is not set; export a key of the service, or, for a server of "
             f"your own (headrace serve tinker), its address as TINKER_BASE_URL or tinker.base_url"
         )
+    if url is not None and (urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname):
+        raise ConfigError(f'the address of the Tinker service must begin with http:// or https://, got "{url}"')
+    return url, key
+
+
+def connect(section: TinkerSection) -> tinker.ServiceClient:
+    """A client of the service; nothing is sent yet."""
+    url, key = address(section)
     if url is not None:
         _require_answer(url)
     with calling(f"connecting to {url or 'the Tinker service'}"):
@@ -50,8 +58,6 @@ def connect(section: TinkerSection) -> tinker.ServiceClient:
 def _require_answer(url: str) -> None:
     """The SDK tries for five minutes to reach a service; a port that nothing listens on is reported immediately."""
     parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f'the address of the Tinker service must begin with http:// or https://, got "{url}"')
     try:
         port = parts.port or (443 if parts.scheme == "https" else 80)
         socket.create_connection((parts.hostname, port), _ANSWER_S).close()

@@ -11,6 +11,7 @@ import torch
 from headrace.backends.base import refuse_changed
 from headrace.backends.fsdp.backend import FsdpBackend, check_ranks
 from headrace.backends.fsdp.launching import Launcher
+from headrace.backends.local.check import check_model
 from headrace.backends.local.token_losses import require_known_losses
 from headrace.backends.verl.platform import choose_platform, missing_for_megatron, on_gpus, strategy_of
 from headrace.config import RunConfig
@@ -43,6 +44,7 @@ class VerlBackend(FsdpBackend):
         _refuse(config)
         _check_cluster(config)
         check_ranks(config)
+        check_model(config, fast_path=False)
         choose_platform(config)
         load_object("headrace.backends.verl.used:require_all")()
         load_object("headrace.backends.verl.settings:check_settings")(config)

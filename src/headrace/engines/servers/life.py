@@ -253,7 +253,7 @@ class ServerLife(ABC):
             closed.cancel()
             if not task.done():
                 task.cancel()
-                with suppress(BaseException):
+                with suppress(asyncio.CancelledError, Exception):
                     await task
 
     def _check_usable(self) -> None:

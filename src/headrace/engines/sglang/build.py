@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from headrace.config import RunConfig
 from headrace.engines.base import ModelHost, RolloutEngine
 from headrace.engines.servers.build import ServerKind, build_servers
+from headrace.engines.servers.checks import interpreter
 from headrace.engines.servers.life import ServerOptions
 from headrace.engines.sglang.engine import SglangEngine
 from headrace.engines.sglang.factory import transports
@@ -41,7 +42,7 @@ class SglangLaunch:
             "enable-metrics": True,
             "enable-memory-saver": self.options.sleeps,
         }
-        made = [section.python or sys.executable, "-m", "sglang.launch_server"]
+        made = [interpreter(section.python, "SGLang") or sys.executable, "-m", "sglang.launch_server"]
         for name, value in options.items():
             if value is False or f"--{name}" in section.server_args:  # one's own argument wins
                 continue

@@ -6,6 +6,7 @@ import torch
 
 from headrace.config import RunConfig
 from headrace.engines.base import EngineAbilities, ModelHost, RolloutEngine
+from headrace.engines.servers.checks import check_servers
 from headrace.errors import ConfigError
 
 _KNOWN = ("nccl", "disk")
@@ -15,6 +16,7 @@ class SglangEngines:
     """Makes a `SglangEngine`, or a pool of them."""
 
     def abilities(self, config: RunConfig) -> EngineAbilities:
+        check_servers(config.engine, "SGLang")
         return EngineAbilities(
             transports=transports(config),
             exact_seeds=False,  # tokens near a tie depend on what else is in the batch

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import torch
 
@@ -11,11 +10,11 @@ from headrace.config import RunConfig
 from headrace.engines.base import ModelHost, RolloutEngine
 from headrace.engines.placement import engine_threads
 from headrace.engines.servers.build import ServerKind, build_servers
+from headrace.engines.servers.checks import interpreter
 from headrace.engines.servers.life import ServerOptions
 from headrace.engines.vllm.command import Launch
 from headrace.engines.vllm.engine import VllmEngine
 from headrace.engines.vllm.factory import transports
-from headrace.errors import ConfigError
 from headrace.models.catalog import resolve_model
 from headrace.utils.child_environment import expanded
 
@@ -30,7 +29,7 @@ def new_launch(config: RunConfig, options: ServerOptions) -> Launch:
     section = config.engine
     cpu = {} if torch.cuda.is_available() else _CPU | {k: v for k, v in os.environ.items() if k in _CPU}
     return Launch(
-        python=_python(section.python),
+        python=interpreter(section.python, "vLLM"),
         model=str(resolve_model(config.model.name)),
         dtype=config.model.dtype,
         transport=options.transport,
@@ -46,12 +45,3 @@ def new_launch(config: RunConfig, options: ServerOptions) -> Launch:
 
 
 _CPU = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-
-
-def _python(given: str | None) -> str | None:
-    if given is None:
-        return None
-    path = Path(given).expanduser()
-    if os.sep in given and not path.exists():
-        raise ConfigError(f'engine.python = "{given}" is not there; name the interpreter of an environment with vLLM')
-    return str(path)

@@ -8,6 +8,7 @@ import torch
 
 from headrace.config import RunConfig
 from headrace.engines.base import EngineAbilities, ModelHost, RolloutEngine
+from headrace.engines.servers.checks import check_servers
 from headrace.errors import ConfigError
 from headrace.utils.loopback import is_loopback
 
@@ -16,6 +17,7 @@ class VllmEngines:
     """Makes a `VllmEngine`, or a pool of them."""
 
     def abilities(self, config: RunConfig) -> EngineAbilities:
+        check_servers(config.engine, "vLLM")
         lora = bool(config.model.lora.rank)
         return EngineAbilities(
             transports=transports(config),
