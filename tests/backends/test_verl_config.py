@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from typing import Any
 
 import pytest
 
 from headrace.backends.verl.backend import VerlBackend
+from headrace.backends.verl.platform import choose_platform
 from headrace.config.loading import build_config
 from headrace.errors import ConfigError, MissingExtraError
 from verl_pool import WHY, has_verl, verl_sections
@@ -94,6 +96,15 @@ def test_settings_of_verls_reach_its_configuration() -> None:
     assert found.engine_config.mixed_precision["param_dtype"] == "fp32"
     assert found.optimizer_config.override_optimizer_config == {"eps": 1e-8, "amsgrad": True}
     assert found.model_config.use_remove_padding is False
+
+
+@needs_verl
+def test_verl_may_have_been_imported_before_its_platform_is_chosen() -> None:
+    """As where a workflow is an agent loop of verl's."""
+    platforms = importlib.import_module("verl.plugin.platform")
+    platforms.set_platform(platforms.PlatformRegistry.get("nvidia")())
+    choose_platform(build_config(verl_sections(1)))
+    assert platforms.get_platform().device_name == "cpu"
 
 
 # ---- Megatron ------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ this comes first."""
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 from headrace.config import RunConfig
+from headrace.registry import load_object
 
 _CPU = "headrace.backends.verl.cpu"
 
@@ -34,6 +36,8 @@ def choose_platform(config: RunConfig) -> None:
     """For this process."""
     os.environ.update(platform_variables(config))
     os.environ.setdefault("VERL_LOGGING_LEVEL", "WARN")
+    if "verl.plugin.platform" in sys.modules and not on_gpus(config):  # an agent loop has imported verl before
+        load_object(f"{_CPU}:use_cpu")()
 
 
 def missing_for_megatron(config: RunConfig) -> Iterator[str]:

@@ -18,6 +18,8 @@ TESTED = "0.9.1"
 
 CALLS: dict[str, tuple[str, ...]] = {
     "verl.plugin.platform:PlatformRegistry.register": ("platform",),
+    "verl.plugin.platform:get_platform": (),
+    "verl.plugin.platform:set_platform": ("platform",),
     "verl.single_controller.ray:RayClassWithInitArgs": ("cls", "args", "kwargs"),
     "verl.single_controller.ray:RayClassWithInitArgs.update_options": ("self", "options"),
     "verl.single_controller.ray:RayWorkerGroup": ("resource_pool", "ray_cls_with_init", "kwargs"),
