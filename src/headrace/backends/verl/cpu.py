@@ -121,7 +121,7 @@ class CpuPlatform(PlatformBase):
 
 
 def use_cpu() -> None:
-    """For a process that has imported verl without being told of this platform."""
+    """For a process that has imported verl before this platform was chosen."""
     if not isinstance(get_platform(), CpuPlatform):
         set_platform(CpuPlatform())
 
