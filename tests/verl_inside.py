@@ -4,18 +4,28 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import ray
+import torch
+from verl.utils import tensordict_utils as tu
+from verl.workers.engine_workers import TrainingWorker
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica, TokenOutput
+from verl.workers.utils.losses import ppo_loss
+from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
 
 from headrace import Model, Task
 from headrace.backends.local.backend import LocalBackend
 from headrace.backends.setup import attach_engine, choose
+from headrace.backends.verl.cpu import join_group, register_engine
+from headrace.backends.verl.settings import worker_config
 from headrace.config.loading import build_config
 from headrace.engines.base import Generation, SamplingParams
 from headrace.verl import as_agent_loop
+from verl_pool import verl_sections
 
 DOUBT = {"role": "user", "content": "Are you sure? Say it again."}
 
@@ -92,3 +102,30 @@ class BundledReplica(RolloutReplica):
         self._server_handle = remote(num_cpus=0, max_concurrency=64)(BundledServer).remote()
         self._server_address = await self._server_handle.start.remote()
         self.servers = [self._server_handle]
+
+
+class Actor:
+    """verl's training worker, and what its trainer does with it: old log-probabilities, then one update."""
+
+    def __init__(self, port: int) -> None:
+        torch.set_num_threads(1)
+        os.environ.update({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+        register_engine()
+        join_group(timeout_s=120)
+        self._worker = TrainingWorker(worker_config(build_config(verl_sections(1, optimizer={"lr": 1e-4})), 1))
+        self._worker.reset()
+
+    def logprobs(self, batch: Any) -> torch.Tensor:
+        rows = self._rows(batch, compute_loss=False, calculate_entropy=False)
+        return no_padding_2_padding(self._worker.infer_batch(rows)["log_probs"], rows).float()
+
+    def update(self, batch: Any, config: Any) -> dict[str, Any]:
+        """By verl's own loss; its metrics."""
+        self._worker.set_loss_fn(partial(ppo_loss, config))
+        rows = self._rows(batch, compute_loss=True, calculate_entropy=False, global_batch_size=len(batch))
+        return dict(tu.get(self._worker.train_batch(rows), "metrics"))
+
+    def _rows(self, batch: Any, **settings: Any) -> Any:
+        rows = left_right_2_no_padding(batch.to_tensordict())
+        tu.assign_non_tensor(rows, micro_batch_size_per_gpu=len(batch), use_dynamic_bsz=False, **settings)
+        return rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,7 @@ def verl_config(folder: Path) -> Any:
                 f"{at}.agent.num_workers=2", f"{at}.agent.agent_loop_config_path={folder / 'loops.json'}",
                 f"{at}.temperature=1.0", f"actor_rollout_ref.model.path={resolve_model('bundled')}",
                 "data.max_prompt_length=256", "data.max_response_length=96", "data.return_raw_chat=true",
-                "data.filter_overlong_prompts=false",
+                "data.filter_overlong_prompts=false", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
             ],
         )  # fmt: skip
 
@@ -141,9 +142,30 @@ async def test_a_workflow_runs_in_verls_agent_loop_workers(cluster: Any, tmp_pat
     assert set(output.non_tensor_batch["max_global_steps"]) == {3}
     await engine.close()
 
+    updated_by_verl(cluster, config, output)
+
+
+def updated_by_verl(ray: Any, config: Any, output: Any) -> None:
+    """The rest of a step of verl's trainer: its log-probabilities, advantages and update, on one rank of its FSDP2."""
     trainer = importlib.import_module("verl.trainer.ppo.ray_trainer")
-    rewards = output.batch["token_level_rewards"] = output.batch["rm_scores"]
-    advantages = trainer.compute_advantage(output, trainer.AdvantageEstimator.GRPO).batch["advantages"]
+    dataclass = importlib.import_module("verl.utils.config").omega_conf_to_dataclass
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    actor = ray.remote(num_cpus=0)(importlib.import_module("verl_inside").Actor).remote(port)
+    mask, rewards = output.batch["response_mask"].bool(), output.batch["rm_scores"]
+    output.batch["token_level_rewards"] = rewards
+    output = trainer.compute_advantage(output, trainer.AdvantageEstimator.GRPO)
+    advantages = output.batch["advantages"]
     group = rewards.sum(-1)[[0, 1, 4, 5]]  # of the loop that asks twice
     assert float(advantages[0][0]) == pytest.approx(float((group[0] - group.mean()) / (group.std() + 1e-6)), abs=1e-4)
-    assert group.std() > 0 and bool((advantages[output.batch["response_mask"] == 0] == 0).all())
+
+    tensors = output.select(non_tensor_batch_keys=[])
+    tensors.meta_info = {"temperature": 1.0}
+    old = tensors.batch["old_log_probs"] = ray.get(actor.logprobs.remote(tensors))
+    sampled = tensors.batch["rollout_log_probs"]
+    assert torch.allclose(old[mask], sampled[mask], atol=1e-4)  # verl reads the very tokens that were sampled
+    metrics = ray.get(actor.update.remote(tensors, dataclass(config.actor_rollout_ref.actor)))
+    new = ray.get(actor.logprobs.remote(tensors))
+    assert metrics["grad_norm"] > 0
+    assert float((advantages * (new - old))[mask].sum()) > 0  # what was better has become likelier

@@ -145,8 +145,9 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"cannot read {path}: {error}") from None
     undecided = values.pop(UNDECIDED, None)
     if undecided:
+        listed = undecided if isinstance(undecided, list) else [undecided]
         raise ConfigError(
-            f"{path} is not decided yet: {'; '.join(map(str, undecided))}. Decide each, then remove it from the list "
+            f"{path} is not decided yet: {'; '.join(map(str, listed))}. Decide each, then remove it from the list "
             f"`{UNDECIDED}` at the top of the file"
         )
     return values
