@@ -44,9 +44,7 @@ def cluster() -> Iterator[Any]:
     choose_platform(config)
     ray = importlib.import_module("ray")
     env = {**platform_variables(config), "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_memory_monitor_refresh_ms", "0")  # or other programs' memory would end its workers
-        ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": env})
+    ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": env})
     yield ray
     ray.shutdown()
 
