@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,8 @@ from headrace.config import RunConfig
 from headrace.config.loading import build_config
 from headrace.registry import load_object
 
+# Ray would end workers because of the memory that other programs on the machine take
+os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
 WHY = "verl is not installed; `make verl`, then run this with .venv-verl/bin/python -m pytest"
 CLUSTER = {
     "address": "local",

@@ -135,3 +135,15 @@ def test_without_a_home_the_cache_is_asked_for(
     monkeypatch.setattr(Path, "home", homeless)
     assert run(["model", "get", "smollm2-135m"]) == 2
     assert "set HEADRACE_CACHE" in capsys.readouterr().err
+
+
+def test_nothing_is_announced_that_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A setting that only the backend's own check refuses: it comes alone, without a word of loading and watching."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text('data.tasks = "countdown"\nworkflow.judger = "countdown"\n')
+    assert run(["train", "run.toml", "--backend.name=fsdp", "--backend.ranks=3", "--backend.shard=2"]) == 2
+    shown = capsys.readouterr()
+    assert "is no multiple of it" in shown.err and "watch it" not in shown.out + shown.err
+    assert not (tmp_path / "runs").exists() or not any((tmp_path / "runs").iterdir())

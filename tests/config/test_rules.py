@@ -212,6 +212,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "raise eval.sets.dev.temperature, or set attempts = 1",
     ),
     ("gae without a value head", {"algorithm": {"estimator": "gae"}}, "set algorithm.value_head = true"),
+    (
+        "gae where there is no value head",
+        {"algorithm": {"estimator": "gae"}, "backend": {"name": "tinker"}},
+        'backend "tinker" has none; use another estimator',
+    ),
     ("a value head without gae", {"algorithm": {"value_head": True}}, 'only estimator "gae" reads values'),
     ("dual clip that no loss reads", {"algorithm": {"loss": "cispo", "dual_clip": 3.0}}, "read by loss ppo_clip, gspo"),
     ("delta that no loss reads", {"algorithm": {"dppo_delta": 0.1}}, "read by loss dppo_tv, dppo_kl"),

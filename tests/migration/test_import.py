@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pprint
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,12 @@ CONFIGS = Path(__file__).parent / "configs"
 VERL = ("verl_grpo", "verl_lora", "verl_tool")
 IMPORTS = {"verl": import_verl, "rllm": import_rllm, "trl": import_trl}
 ALL = [*(("verl", f"{name}.yaml") for name in VERL), ("rllm", "rllm.yaml"), ("trl", "trl.json")]
+
+
+def decide(file: Path) -> None:
+    """As a user does it in the end: nothing is left in the list."""
+    text = file.read_text()
+    file.write_text(re.sub(r"^undecided = \[.*?^\]", "undecided = []", text, flags=re.MULTILINE | re.DOTALL))
 
 
 def given(name: str, **changes: Any) -> dict[str, Any]:
@@ -61,6 +68,7 @@ def test_a_published_example_of_verl_passes_a_dry_run(
     monkeypatch.chdir(home)
     code = run(["import", "verl", str(config_at(home, f"{name}.yaml")), "--tasks", "7473", "--out", "run.toml"])
     assert code == (3 if name == "verl_grpo" else 0)  # it has two files, whose weights are for the user to say
+    decide(Path("run.toml"))
     capsys.readouterr()
     assert run(["train", "run.toml", "--dry-run"]) == 0, capsys.readouterr().err
     assert "[algorithm.kl]" in capsys.readouterr().out
@@ -132,7 +140,10 @@ def test_the_run_file_is_read_as_it_was_meant(kind: str, name: str, tmp_path: Pa
     out = tmp_path / "run.toml"
     run(["import", kind, str(CONFIGS / name), "--tasks", "1000", "--out", str(out)])
     made = IMPORTS[kind](given(name), 1000)
-    assert tomllib.loads(out.read_text()) == made.nested()
+    values = tomllib.loads(out.read_text())
+    assert values.pop("undecided", []) == list(made.open)
+    assert values == made.nested()
+    decide(out)
     assert load_config(out).optimizer.lr == pytest.approx(made.values["optimizer.lr"])
 
 
@@ -208,8 +219,23 @@ def test_a_run_file_with_something_to_decide_has_an_exit_code_of_its_own(
 ) -> None:
     out = tmp_path / "run.toml"
     assert run(["import", "verl", str(CONFIGS / "verl_lora.yaml"), "--out", str(out)]) == 3
-    assert "# to decide: trainer.steps" in out.read_text()
-    assert "for you to decide (1)" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "for you to decide (1)" in said and "decide what is in its list `undecided`, then headrace train" in said
+    assert [text.partition(":")[0] for text in tomllib.loads(out.read_text())["undecided"]] == ["trainer.steps"]
+
+
+def test_no_run_starts_before_all_is_decided(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, tasks = tmp_path / "run.toml", ["--data.tasks=countdown", "--data.columns={}", "--data.keep_columns=false"]
+    run(["import", "verl", str(CONFIGS / "verl_lora.yaml"), "--out", str(out)])
+    settings = [*tasks, "--eval.sets={}", "--eval.before=true", "--model.name=bundled"]
+    capsys.readouterr()
+    for more in (["--dry-run"], []):
+        assert run(["train", str(out), *settings, *more]) == 2
+        error = capsys.readouterr().err
+        assert "is not decided yet: trainer.steps" in error and "remove it from the list `undecided`" in error
+    decide(out)
+    run(["train", str(out), *settings, "--dry-run"])
+    assert "not decided" not in capsys.readouterr().err
 
 
 def test_secrets_are_not_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -237,7 +263,9 @@ def test_what_verl_prints_when_it_starts_is_read(tmp_path: Path) -> None:
         ("a: ${b}\nb: 1", "is not resolved"),
         ("- 1\n- 2", "holds no table"),
         ("a: [1", "neither YAML nor JSON"),
-        ("", "holds no table"),
+        ("", "is empty; give the resolved configuration"),
+        ("\n \n", "is empty"),
+        ("null", "holds no table"),
         ("a: 1", "no resolved configuration of verl"),
         ("!!python/object/apply:os.system ['true']", "neither YAML nor JSON"),
     ],
@@ -249,6 +277,19 @@ def test_a_wrong_file_is_one_clear_line(
     assert run(["import", "verl", str(tmp_path / "wrong.yaml")]) == 2
     error = capsys.readouterr().err
     assert problem in error and error.count("\n") == 1
+
+
+def test_where_it_cannot_be_written_is_said_before_anything_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for out, says in (
+        (tmp_path, "is a folder; name a file in it"),
+        (tmp_path / "no" / "run.toml", "there is no folder"),
+    ):
+        assert run(["import", "verl", str(CONFIGS / "verl_lora.yaml"), "--out", str(out)]) == 2
+        assert says in capsys.readouterr().err
+    assert run(["import", "verl", str(tmp_path)]) == 2
+    assert "is a folder; give the file in it" in capsys.readouterr().err
 
 
 def test_files_of_other_trainers_are_refused(tmp_path: Path) -> None:

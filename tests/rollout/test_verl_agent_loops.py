@@ -188,8 +188,18 @@ async def test_sampling_that_the_engine_cannot_do_is_refused(extra: dict[str, An
 
 
 def test_a_wrong_override_is_refused_at_the_start(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="max_tunrs"):
-        workflow(TOOL, "actor_rollout_ref.rollout.multi_turn.max_tunrs=3")
+    at = "actor_rollout_ref.rollout.multi_turn"
+    with pytest.raises(
+        ConfigError, match=rf'verl has no {at}.max_paralel_calls \(did you mean "{at}.max_parallel_calls"'
+    ):
+        workflow(TOOL, f"{at}.max_paralel_calls=3")
+    with pytest.raises(ConfigError, match=r'"data\.max_response_length" has no value; write data'):
+        workflow(TOOL, "data.max_response_length")
+    (tmp_path / "verl.yaml").write_text("data: {max_response_length: 7}\nactor_rollout_ref: {rollout: {n: 1}}")
+    with pytest.raises(ConfigError, match=r'no data.max_respnse_length \(did you mean "data.max_response_length"\?\)'):
+        resolve("workflow", f"verl:{SINGLE}")(
+            config=str(tmp_path / "verl.yaml"), overrides=["data.max_respnse_length=8"]
+        )
     with pytest.raises(ConfigError, match="there is no verl configuration"):
         resolve("workflow", f"verl:{SINGLE}")(config=str(tmp_path / "none.yaml"))
     with pytest.raises(ConfigError, match="cannot load the tools"):

@@ -139,6 +139,16 @@ class SaysNumerics(Protocol):
 
 
 @runtime_checkable
+class ChecksMachine(Protocol):
+    """What a backend may also do: refuse to start on a machine that lacks what it needs."""
+
+    @staticmethod
+    def check_machine(config: RunConfig) -> None:
+        """Raise ConfigError for what is missing. Called on the class before all other checks, but not by a dry run."""
+        ...
+
+
+@runtime_checkable
 class SaysWhere(Protocol):
     """What a backend may also do: say in a few words what it computes on, and how."""
 

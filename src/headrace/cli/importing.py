@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from headrace.migration.carry import Imported, Line
 
 import_app = App(name="import", help="Turn another trainer's configuration into a run file.")
-UNDECIDED = 3
+_OPEN = 3
 """Exit code: the run file was written, and some of it is for the user to decide."""
 
 _SECRET = ("token", "api_key", "password", "secret")
@@ -66,12 +66,13 @@ def _import(
     trainer: str, carry_over: Callable[[dict[str, Any], int | None], Imported], file: Path, out: Path | None,
     tasks: int | None, every: bool,
 ) -> int:  # fmt: skip
+    from headrace.config.loading import UNDECIDED
     from headrace.migration.read import read_settings
 
     if tasks is not None and tasks < 1:
         raise ConfigError(f"--tasks must be at least 1, got {tasks}")
-    if out is not None and out.exists():
-        raise ConfigError(f"{out} exists already; give another name with --out, or remove it")
+    if out is not None:
+        _require_new(out)
     made = carry_over(read_settings(file), tasks)
     text = "\n".join(_run_file(made, trainer, file)) + "\n"
     listed: TextIO = sys.stderr if out is None else sys.stdout  # `> run.toml` takes the run file alone
@@ -82,18 +83,31 @@ def _import(
     for line in _listing(made, every):
         print(line, file=listed)
     if out is not None:
-        print(f"\nwrote {out}; next: headrace train {out} --dry-run", file=listed)
-    return UNDECIDED if made.open else 0
+        first = f"decide what is in its list `{UNDECIDED}`, then " if made.open else ""
+        print(f"\nwrote {out}; next: {first}headrace train {out} --dry-run", file=listed)
+    return _OPEN if made.open else 0
+
+
+def _require_new(out: Path) -> None:
+    if out.is_dir():
+        raise ConfigError(f"--out {out} is a folder; name a file in it, such as {out / 'run.toml'}")
+    if out.exists():
+        raise ConfigError(f"{out} exists already; give another name with --out, or remove it")
+    if not out.parent.is_dir():
+        raise ConfigError(f"--out {out}: there is no folder {out.parent}; make it, or give another one")
 
 
 def _run_file(made: Imported, trainer: str, file: Path) -> Iterator[str]:
     """The settings by section, each with the key that it comes from."""
+    from headrace.config.loading import UNDECIDED
+
     origin: dict[str, list[str]] = {}
     for line in made.lines:
         origin.setdefault(line.ours, []).append(line.key)
     yield f"# from {file.name}, a configuration of {trainer}"
-    for undecided in made.open:
-        yield f"# to decide: {undecided}"
+    if made.open:
+        yield "# decide each of these, then remove it: no run starts before the list is empty"
+        yield from (f"{UNDECIDED} = [", *(f"  {toml_value(one)}," for one in made.open), "]")
     sections: dict[str, list[str]] = {}
     for key, value in made.values.items():
         section, _, name = key.rpartition(".")

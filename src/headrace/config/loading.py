@@ -18,6 +18,8 @@ from headrace.errors import ConfigError
 from headrace.registry import nearest
 
 Files = str | Path | Sequence[str | Path]
+UNDECIDED = "undecided"
+"""List at the top of a run file: what whoever wrote it has left to the user. With anything in it no run starts."""
 
 
 class Layer(NamedTuple):
@@ -29,7 +31,7 @@ class Layer(NamedTuple):
     @property
     def keys(self) -> list[str]:
         """The keys of its values; of an empty table, that of the table."""
-        return [key for key, _ in _leaves(self.values)]
+        return [key for key, _ in leaves(self.values)]
 
 
 def load_config(files: Files, overrides: Sequence[str] = (), objects: Collection[str] | None = None) -> RunConfig:
@@ -109,6 +111,15 @@ def parse_overrides(words: Sequence[str]) -> Iterator[tuple[str, str]]:
         yield key, text
 
 
+def leaves(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value under its dotted key; an empty table is a value."""
+    for key, value in table.items():
+        if isinstance(value, dict) and value:
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
 def field_paths(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Every `section.key` with its pydantic field, depth first."""
     for name, field in model.model_fields.items():
@@ -125,13 +136,21 @@ def _read_toml(path: Path) -> dict[str, Any]:
     if path.is_dir():
         raise ConfigError(f"{path} is a folder; give the run file in it, such as {path / 'config.toml'}")
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
     except RecursionError:
         raise ConfigError(f"{path} is not a run file: it is nested too deeply") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from None
+    undecided = values.pop(UNDECIDED, None)
+    if undecided:
+        listed = undecided if isinstance(undecided, list) else [undecided]
+        raise ConfigError(
+            f"{path} is not decided yet: {'; '.join(map(str, listed))}. Decide each, then remove it from the list "
+            f"`{UNDECIDED}` at the top of the file"
+        )
+    return values
 
 
 def _parse_value(text: str, annotation: Any) -> Any:
@@ -172,14 +191,6 @@ def _merge(values: dict[str, Any], over: dict[str, Any], at: tuple[str, ...], so
 
 def _is_table(path: Sequence[str]) -> bool:
     return get_origin(_annotation_at(path)) is dict
-
-
-def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _lay_over(values: dict[str, Any], key: str, value: Any) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator
 from operator import attrgetter
 
 from headrace.config import AlgorithmSection, RunConfig, TrainerSection, flatten
-from headrace.config.derived import chosen, estimator_facts, loss_facts, reads_pairs, rolls_out
+from headrace.config.derived import chosen, estimator_facts, has_own, loss_facts, reads_pairs, rolls_out
 from headrace.config.effect import idle_settings
 from headrace.errors import ConfigError
 from headrace.registry import facts, is_loaded
@@ -210,7 +210,14 @@ def _cut_distribution(config: RunConfig) -> Iterator[str]:
 
 def _values(config: RunConfig) -> Iterator[str]:
     for name, declared in estimator_facts(config.algorithm).items():
-        if declared.needs_value_head and not config.algorithm.value_head:
+        if not declared.needs_value_head:
+            continue
+        if not has_own({config.backend.name}, "backend") and not facts("backend", config.backend.name).value_head:
+            yield (
+                f'estimator "{name}" needs a value head, and backend "{config.backend.name}" has none; use another '
+                f'estimator (docs/algorithms.md), such as "grpo", or backend "local" or "fsdp"'
+            )
+        elif not config.algorithm.value_head:
             yield f'estimator "{name}" needs a value head; set algorithm.value_head = true'
 
 

@@ -6,7 +6,7 @@ silence.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from fnmatch import fnmatchcase
@@ -143,15 +143,6 @@ def finished(carry: Carry) -> Imported:
     except ConfigError as error:
         return Imported(made.values, made.lines, (*made.open, str(error)))
     return made
-
-
-def flat(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value under its dotted key; an empty table is a value."""
-    for key, value in table.items():
-        if isinstance(value, dict) and value:
-            yield from flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def fits(key: str, patterns: Sequence[str]) -> bool:

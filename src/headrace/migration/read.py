@@ -8,8 +8,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from headrace.config.loading import leaves
 from headrace.errors import ConfigError
-from headrace.migration.carry import flat
 from headrace.registry import load_object
 
 _RAY_PREFIX = re.compile(r"^(?:\x1b\[\d+m)*\([^()\n]*\bpid=\d+[^()\n]*\)(?:\x1b\[0m)? ?", re.MULTILINE)
@@ -18,6 +18,8 @@ _MOST_BYTES = 20_000_000
 
 def read_settings(path: Path) -> dict[str, Any]:
     """The settings of a file, under their dotted keys."""
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder; give the file in it that has the resolved configuration")
     if not path.is_file():
         raise ConfigError(f"there is no file {path}; give the resolved configuration that the trainer printed")
     if path.stat().st_size > _MOST_BYTES:
@@ -26,10 +28,12 @@ def read_settings(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}; give a text file") from None
+    if not text.strip():
+        raise ConfigError(f"{path} is empty; give the resolved configuration that the trainer printed")
     table = _parse(text, path)
     if not isinstance(table, dict) or not all(isinstance(key, str) for key in table):
         raise ConfigError(f"{path} holds no table of settings, but {type(table).__name__}; give a configuration")
-    given = dict(flat(table))
+    given = dict(leaves(table))
     open_ = [key for key, value in given.items() if isinstance(value, str) and "${" in value]
     if open_:
         raise ConfigError(

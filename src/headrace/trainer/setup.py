@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.algorithms.objectives import Objective, demonstration_sampler
-from headrace.backends.base import Backend, SaysNumerics, SaysWhere
+from headrace.backends.base import Backend, ChecksMachine, SaysNumerics, SaysWhere
 from headrace.config import RunConfig
 from headrace.config.derived import on_servers, samples_as_learned, uses_ray
 from headrace.data.sampler import TaskSampler
@@ -119,19 +119,25 @@ def assemble(
     given: UserObjects | None = None,
     values: Values | None = None,
     report: Callable[[str], None] = lambda _: None,
+    loading: Callable[[], None] = lambda: None,
 ) -> RunParts:
-    """Build every part. Objects that are given go before what the configuration names. `report` gets what takes long.
+    """Build every part. Objects that are given go before what the configuration names. `report` gets what takes long,
+    and `loading` is called when no setting is left to refuse.
 
     Names first, then tasks, then the model: what is cheap to find wrong is found before what is slow to load.
     """
     given = given or UserObjects()
     report("loading the training backend")
+    backend = resolve("backend", config.backend.name)
+    if isinstance(backend, ChecksMachine):
+        backend.check_machine(config)
     choice = check_parts(config, given.objects())
     run = run_function(config.workflow, given.workflow)
     judge = configured_judger(config, given.judger)
     policy: StalenessPolicy = resolve("staleness", config.trainer.staleness)(config.trainer.max_staleness)
     new_objective = resolve("objective", config.algorithm.objective)
     supervised = config.algorithm.objective == "sft"
+    loading()
     data = load_training(config.data, given.tasks, report)
     warn_of_bad_rows(data, "the training tasks")
     sampler = make_sampler(config.data, config.fresh_groups, config.run.seed, data)
@@ -251,13 +257,14 @@ async def open_run(
         held.enter_context(closing(trackers))
         for note in claim.notes:  # first of all: why the run is in this folder, and what is different in it
             trackers.message(note)
-        watch = f"watch it with {own_command()} view {folder}"
-        trackers.message(f"loading {config.model.name} for the run in {folder}; {watch}")
         values = held.enter_context(closing(StoredValues(folder / "store.sqlite")))
         # the folder may be NAME-2: what writes into it beside the trainer must know
         own = config.run.model_copy(update={"dir": folder.parent, "name": folder.name})
         placed = config.model_copy(update={"run": own})
-        parts = await run_in_thread(assemble, placed, given, values, report=trackers.progress)
+        watch = f"loading {config.model.name} for the run in {folder}; watch it with {own_command()} view {folder}"
+        parts = await run_in_thread(
+            assemble, placed, given, values, report=trackers.progress, loading=lambda: trackers.message(watch)
+        )
         for line in placements(config):
             trackers.message(line)
         held.push_async_callback(lambda: parts.backend.close())

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from hydra import compose, initialize_config_module  # pyright: ignore[reportMissingImports]
+from hydra.errors import HydraException  # pyright: ignore[reportMissingImports]
 from omegaconf import OmegaConf  # pyright: ignore[reportMissingImports]
 from verl.experimental.agent_loop.agent_loop import (  # pyright: ignore[reportMissingImports]
     AgentLoopBase,
@@ -21,9 +22,11 @@ from verl.utils.dataset.rl_dataset import get_dataset_class  # pyright: ignore[r
 from verl.utils.import_utils import resolve_config_path  # pyright: ignore[reportMissingImports]
 from verl.workers.rollout.replica import TokenOutput  # pyright: ignore[reportMissingImports]
 
+from headrace.config.loading import leaves
 from headrace.data.episode import Episode, FinishReason, ModelOutput, TerminationReason, Trajectory, is_number
 from headrace.data.task import Task
 from headrace.errors import ConfigError, WorkflowError, boundary
+from headrace.registry import nearest
 from headrace.rollout.model_client import Model
 from headrace.verl.rows import steps_of
 
@@ -181,12 +184,33 @@ def _read_config(file: str | None, overrides: Sequence[str]) -> Any:
         raise ConfigError(f'overrides must be a list such as ["data.max_response_length=1024"], got {overrides!r}')
     with boundary(ConfigError, "verl's configuration cannot be made"):
         if file is None:
-            with initialize_config_module("verl.trainer.config", version_base=None):
-                return compose("ppo_trainer", overrides=[*_HERE, *overrides])
+            return _composed(overrides)
         if not Path(file).is_file():
             raise ConfigError(f"there is no verl configuration {file}; give a resolved one (--cfg job --resolve)")
         given = OmegaConf.load(file)
-        return OmegaConf.merge(given, OmegaConf.from_dotlist(list(overrides)))
+        _require_known(overrides, given)
+        return OmegaConf.merge(given, OmegaConf.from_dotlist([word.lstrip("+") for word in overrides]))
+
+
+def _composed(overrides: Sequence[str]) -> Any:
+    """verl's defaults with changes."""
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        try:
+            return compose("ppo_trainer", overrides=[*_HERE, *overrides])
+        except HydraException:
+            _require_known(overrides, compose("ppo_trainer", overrides=[*_HERE]))
+            raise
+
+
+def _require_known(overrides: Sequence[str], config: Any) -> None:
+    """Raise ConfigError for a key that the configuration does not have, with the nearest. `+key=value` adds one."""
+    known = [key for key, _ in leaves(OmegaConf.to_container(config, resolve=False))]
+    for word in overrides:
+        key, equals, _ = word.partition("=")
+        if not equals:
+            raise ConfigError(f'overrides: "{word}" has no value; write {word}=VALUE')
+        if key[:1] not in "+~" and not any(one == key or one.startswith(f"{key}.") for one in known):
+            raise ConfigError(f"overrides: verl has no {key}{nearest(key, known)}; +{word} adds it")
 
 
 def _model_type(tokenizer: Any) -> str | None:

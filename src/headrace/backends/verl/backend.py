@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from importlib.metadata import version
 from typing import ClassVar
 
@@ -10,14 +11,17 @@ import torch
 from headrace.backends.base import refuse_changed
 from headrace.backends.fsdp.backend import FsdpBackend, check_ranks
 from headrace.backends.fsdp.launching import Launcher
+from headrace.backends.local.check import check_model
 from headrace.backends.local.token_losses import require_known_losses
-from headrace.backends.verl.platform import choose_platform, on_gpus
+from headrace.backends.verl.platform import choose_platform, missing_for_megatron, on_gpus, strategy_of
 from headrace.config import RunConfig
 from headrace.config.derived import asks_teacher
 from headrace.errors import ConfigError
 from headrace.models.device import forward_dtype
 from headrace.registry import load_object
 from headrace.weights.sender import TO_SERVERS
+
+_MEGATRON = 'backend.verl.engine.strategy = "megatron"'
 
 
 class VerlBackend(FsdpBackend):
@@ -40,18 +44,38 @@ class VerlBackend(FsdpBackend):
         _refuse(config)
         _check_cluster(config)
         check_ranks(config)
+        check_model(config, fast_path=False)
         choose_platform(config)
         load_object("headrace.backends.verl.used:require_all")()
-        load_object("headrace.backends.verl.settings:check_settings")(config.backend.verl)
+        load_object("headrace.backends.verl.settings:check_settings")(config)
+        if strategy_of(config) == "megatron":
+            warnings.warn(
+                f"{_MEGATRON}: verl's own classes accept its settings; it was not run on hardware", stacklevel=2
+            )
+
+    @staticmethod
+    def check_machine(config: RunConfig) -> None:
+        if strategy_of(config) != "megatron":
+            return
+        if missing := list(missing_for_megatron(config)):
+            raise ConfigError(
+                f"{_MEGATRON} cannot start here: {', '.join(missing)}; start it where megatron-core, megatron-bridge "
+                f'and GPUs are, or set it to "fsdp2". With --dry-run its settings are checked without them'
+            )
+        raise ConfigError(
+            f"{_MEGATRON} is configured and checked, and not trained yet: the learner reads gradients and weights of "
+            f'FSDP2 only; set it to "fsdp2"'
+        )
 
     @property
     def where(self) -> str:
         config = self._config
         dtype = str(forward_dtype(config.model)).removeprefix("torch.")
         ranks = f"{self.group.ranks.size} rank{'s' if self.group.ranks.size > 1 else ''}"
+        device = "GPUs" if on_gpus(config) else "the CPU"
         return (
-            f"verl {version('verl')}, fsdp2, {ranks} on {'GPUs' if on_gpus(config) else 'the CPU'} in {dtype} "
-            f"(gradients and optimizer: float32)"
+            f"verl {version('verl')}, {strategy_of(config)}, {ranks} on {device} in {dtype} (gradients and optimizer: "
+            f"float32)"
         )
 
 

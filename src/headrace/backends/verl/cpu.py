@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from verl.plugin.platform import PlatformBase, PlatformRegistry
+from verl.plugin.platform import PlatformBase, PlatformRegistry, get_platform, set_platform
 
 _MEMORY = 1 << 34
 
@@ -118,6 +118,12 @@ class CpuPlatform(PlatformBase):
 
     def cudart(self) -> None:
         return None
+
+
+def use_cpu() -> None:
+    """For a process that has imported verl before this platform was chosen."""
+    if not isinstance(get_platform(), CpuPlatform):
+        set_platform(CpuPlatform())
 
 
 def join_group(timeout_s: float) -> None:

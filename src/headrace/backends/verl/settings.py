@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import MISSING, fields
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import torch
 from transformers import AutoConfig
@@ -20,8 +19,10 @@ from verl.workers.config import (
     TrainingWorkerConfig,
 )
 
+from headrace.backends.verl.megatron import check_megatron, megatron_engine, megatron_optimizer
+from headrace.backends.verl.platform import strategy_of
 from headrace.config import RunConfig
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, boundary
 from headrace.models.catalog import resolve_model
 from headrace.models.device import forward_dtype
 from headrace.registry import nearest
@@ -30,6 +31,7 @@ _CLASSES: dict[str, dict[str, Any]] = {
     "fsdp2": {"engine": FSDPEngineConfig, "model": HFModelConfig, "optimizer": FSDPOptimizerConfig},
     "megatron": {"engine": McoreEngineConfig, "model": HFModelConfig, "optimizer": McoreOptimizerConfig},
 }
+_SIMPLE = (bool, int, float, str, dict, list)
 _SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 _BUDGET, _SCHEDULE, _NAME = "backend.micro_batch_tokens", "optimizer.schedule", "model.name"
 _OWNED: dict[str, dict[str, str]] = {
@@ -56,8 +58,11 @@ _OWNED: dict[str, dict[str, str]] = {
         "clip_grad": "optimizer.grad_clip",
         **dict.fromkeys(("lr_scheduler_type", "warmup_style", "num_cycles", "zero_indexed_step"), _SCHEDULE),
         **dict.fromkeys(("lr_warmup_steps", "lr_warmup_steps_ratio"), "optimizer.warmup_steps"),
+        **dict.fromkeys(("lr_warmup_init", "lr_decay_steps", "lr_decay_style", "weight_decay_incr_style"), _SCHEDULE),
+        **dict.fromkeys(("lr_wsd_decay_style", "lr_wsd_decay_steps"), _SCHEDULE),
+        "use_checkpoint_opt_param_scheduler": _SCHEDULE,
         "total_training_steps": "trainer.steps",
-        "min_lr_ratio": "optimizer.min_lr_ratio",
+        **dict.fromkeys(("min_lr_ratio", "min_lr"), "optimizer.min_lr_ratio"),
     },
 }
 """What a setting of Headrace says: by key of verl's, its name here."""
@@ -70,12 +75,16 @@ _REFUSED: dict[str, dict[str, str]] = {
         "router_replay": "rows carry no routes",
         "qat": "weight syncs send weights as they are trained",
         "turbo_config": 'it is for strategy "fsdp_turbo"',
+        "dynamic_context_parallel": "rows are spread over data-parallel ranks",
+        "use_mbridge": "verl converts weights by a bridge always",
+        **dict.fromkeys(("use_dist_checkpointing", "dist_checkpointing_path"), "the model is read from model.name"),
+        "dist_checkpointing_prefix": "the model is read from model.name",
     },
     "model": {
         "model_type": "the learner trains a language model",
         "use_fused_kernels": "verl's fused head knows one temperature for all rows",
         "fused_kernel_options": "verl's fused head knows one temperature for all rows",
-        "lora": "it is for Megatron",
+        "lora": "it is for adapters with Megatron, which are trained with FSDP2 only",
         "lora_adapter_path": "adapters begin as the run does; resume from a checkpoint of the run",
         "target_parameters": "adapters are on linear layers",
         "exclude_modules": "model.lora.targets names all layers that have adapters",
@@ -86,14 +95,18 @@ _REFUSED: dict[str, dict[str, str]] = {
 }
 
 
-def check_settings(given: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise ConfigError for a key that verl does not have, that Headrace decides, or that has a wrong type."""
+def check_settings(config: RunConfig) -> None:
+    """Raise ConfigError for a key that verl does not have, that Headrace decides, or whose value verl's class refuses.
+
+    Neither the model nor a device is needed for it.
+    """
+    given = config.backend.verl
     unknown = sorted(given.keys() - _OWNED.keys())
     if unknown:
         raise ConfigError(
             f"backend.verl has no table {unknown[0]}{nearest(unknown[0], _OWNED)}; it has {', '.join(_OWNED)}"
         )
-    strategy = given.get("engine", {}).get("strategy", "fsdp2")
+    strategy = strategy_of(config)
     if strategy not in _CLASSES:
         raise ConfigError(
             f"backend.verl.engine.strategy = {json.dumps(strategy)}{nearest(str(strategy), _CLASSES)} is not one of "
@@ -103,27 +116,31 @@ def check_settings(given: Mapping[str, Mapping[str, Any]]) -> None:
         for key, value in settings.items():
             _check_key(table, key, value, _CLASSES[strategy][table])
     if strategy == "megatron":
-        raise ConfigError(
-            'backend.verl.engine.strategy = "megatron": verl knows all of these settings, but the backend reads '
-            'gradients and weights of FSDP2 only; set it to "fsdp2"'
-        )
+        check_megatron(config)
+    for table, build in (("engine", lambda: engine_config(config, 1)), ("optimizer", lambda: optimizer_config(config))):
+        with boundary(ConfigError, f"verl refuses backend.verl.{table}"):
+            build()
 
 
 def _check_key(table: str, key: str, value: Any, kind: Any) -> None:
     name = f"backend.verl.{table}.{key}"
-    if key in _OWNED[table]:
-        raise ConfigError(f"{name} is decided by {_OWNED[table][key]}; set that, and remove {name}")
-    if key in _REFUSED[table]:
-        raise ConfigError(f"{name} cannot be set: {_REFUSED[table][key]}; remove it")
     known = {one.name: one for one in fields(kind) if not one.name.startswith("_")}
     if key not in known:
         free = [one for one in known if one not in _OWNED[table] and one not in _REFUSED[table]]
         raise ConfigError(f"{name}: verl's {kind.__name__} has no {key}{nearest(key, known)}; it has {', '.join(free)}")
+    if key in _OWNED[table]:
+        raise ConfigError(f"{name} is decided by {_OWNED[table][key]}; set that, and remove {name}")
+    if key in _REFUSED[table]:
+        raise ConfigError(f"{name} cannot be set: {_REFUSED[table][key]}; remove it")
     factory = known[key].default_factory
     usual: Any = known[key].default if factory is MISSING else factory()
-    wanted = type(usual)
-    if isinstance(usual, bool | int | float | str | dict | list) and not _is_a(value, wanted):
-        raise ConfigError(f"{name} must be a {wanted.__name__}, as {json.dumps(usual)} is; got {json.dumps(value)}")
+    if isinstance(usual, bool | int | float | str | dict | list) and not _is_a(value, type(usual)):
+        raise ConfigError(
+            f"{name} must be a {type(usual).__name__}, as {json.dumps(usual)} is; got {json.dumps(value)}"
+        )
+    kinds = [one for one in get_args(get_type_hints(kind)[key]) if one in _SIMPLE]
+    if usual is None and kinds and not any(_is_a(value, one) for one in kinds):
+        raise ConfigError(f"{name} must be a {kinds[0].__name__}; got {json.dumps(value)}")
 
 
 def _is_a(value: Any, kind: type) -> bool:
@@ -143,8 +160,10 @@ def worker_config(config: RunConfig, size: int, forward_only: bool = False) -> T
     )
 
 
-def engine_config(config: RunConfig, size: int, forward_only: bool = False) -> FSDPEngineConfig:
-    """FSDP2, in the types that the run states: verl's own default computes in bfloat16."""
+def engine_config(config: RunConfig, size: int, forward_only: bool = False) -> FSDPEngineConfig | McoreEngineConfig:
+    """In the types that the run states: verl's own default computes in bfloat16."""
+    if strategy_of(config) == "megatron":
+        return megatron_engine(config, forward_only)
     short = _SHORT[forward_dtype(config.model)]
     return FSDPEngineConfig(
         **{
@@ -163,8 +182,10 @@ def engine_config(config: RunConfig, size: int, forward_only: bool = False) -> F
     )
 
 
-def optimizer_config(config: RunConfig) -> FSDPOptimizerConfig:
+def optimizer_config(config: RunConfig) -> FSDPOptimizerConfig | McoreOptimizerConfig:
     """AdamW as the run has it. The learning rate comes with each step; Headrace has clipped by then."""
+    if strategy_of(config) == "megatron":
+        return megatron_optimizer(config)
     section, given = config.optimizer, dict(config.backend.verl.get("optimizer", {}))
     more = given.pop("override_optimizer_config", None) or {}
     return FSDPOptimizerConfig(

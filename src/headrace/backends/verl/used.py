@@ -18,6 +18,8 @@ TESTED = "0.9.1"
 
 CALLS: dict[str, tuple[str, ...]] = {
     "verl.plugin.platform:PlatformRegistry.register": ("platform",),
+    "verl.plugin.platform:get_platform": (),
+    "verl.plugin.platform:set_platform": ("platform",),
     "verl.single_controller.ray:RayClassWithInitArgs": ("cls", "args", "kwargs"),
     "verl.single_controller.ray:RayClassWithInitArgs.update_options": ("self", "options"),
     "verl.single_controller.ray:RayWorkerGroup": ("resource_pool", "ray_cls_with_init", "kwargs"),
@@ -57,8 +59,15 @@ FIELDS: dict[str, tuple[str, ...]] = {
         "path", "override_config", "enable_gradient_checkpointing", "use_remove_padding", "lora_rank", "lora_alpha",
         "target_modules",
     ),
-    "verl.workers.config:McoreEngineConfig": ("strategy",),
-    "verl.workers.config:McoreOptimizerConfig": (),
+    "verl.workers.config:McoreEngineConfig": (
+        "strategy", "forward_only", "dtype", "use_dynamic_bsz", "seed", "override_transformer_config",
+        "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
+        "expert_model_parallel_size", "expert_tensor_parallel_size", "vanilla_mbridge",
+    ),
+    "verl.workers.config:McoreOptimizerConfig": (
+        "lr", "min_lr", "betas", "weight_decay", "clip_grad", "lr_warmup_steps", "lr_decay_style",
+        "total_training_steps", "override_optimizer_config",
+    ),
     "verl.workers.config:TrainingWorkerConfig": (
         "model_type", "model_config", "engine_config", "optimizer_config", "checkpoint_config",
     ),
