@@ -105,6 +105,7 @@ def _options(config: RunConfig, host: ModelHost, transport: str, waits: bool) ->
         transport=transport,
         health_every_s=section.health_every_s,
         waits=waits,
+        routed_experts=config.backend.routing_replay,
     )
 
 

@@ -37,6 +37,8 @@ class ServerOptions:
     health_every_s: float = 2.0
     server_stops: bool = True
     """Whether the server has a tokenizer, with which it can search for stop strings."""
+    routed_experts: bool = False
+    """Ask for the experts that tokens are routed to."""
     waits: bool = True
     """Whether requests wait for a lost server to be back; otherwise their callers get ServerLostError."""
 

@@ -40,6 +40,7 @@ class SglangLaunch:
             "max-running-requests": section.max_batch,
             "enable-metrics": True,
             "enable-memory-saver": self.options.sleeps,
+            "enable-return-routed-experts": self.options.routed_experts,
         }
         made = [section.python or sys.executable, "-m", "sglang.launch_server"]
         for name, value in options.items():

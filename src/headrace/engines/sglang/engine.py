@@ -42,12 +42,13 @@ class SglangEngine(ServerEngine):
                 first = life
                 request.start_over()
             try:
-                answer = await self._client.post("/generate", generate_body(request, -1 if pinned else 0))
+                routed = self._options.routed_experts
+                answer = await self._client.post("/generate", generate_body(request, -1 if pinned else 0, routed))
                 if life != self._life():
                     self._reissued += 1
                     continue
                 had = len(request.ids)
-                reason = take_answer(request, answer, self.server.url)
+                reason = take_answer(request, answer, self.server.url, routed)
                 self._count_answer(len(request.ids) - had)
             except (ServerLostError, ServerRefusedError) as error:
                 await self._asked_in_vain(life, error)
@@ -85,7 +86,8 @@ class SglangEngine(ServerEngine):
     # ---- the server -----------------------------------------------------------------------------------------------
 
     async def _inspect(self) -> None:
-        facts = await inspect_server(self._client, self._options.transport, self._options.sleeps)
+        options = self._options
+        facts = await inspect_server(self._client, options.transport, options.sleeps, options.routed_experts)
         self._world = facts.world_size
 
     async def _name_version(self, version: int) -> None:

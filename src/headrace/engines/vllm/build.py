@@ -40,6 +40,7 @@ def new_launch(config: RunConfig, options: ServerOptions) -> Launch:
         sleeps=options.sleeps and not cpu,  # its CPU build refuses the option, and answers the calls
         threads=engine_threads(config) if cpu else section.threads,
         lora_rank=config.model.lora.rank,
+        routed_experts=options.routed_experts,
         arguments=(*(("--enforce-eager",) if cpu else ()), *section.server_args),
         variables={**cpu, **expanded(section.server_env, "engine.server_env")},
     )

@@ -59,7 +59,8 @@ class VllmEngine(ServerEngine):
             self._in_flight[request] = version
             try:
                 answer = await self._client.post("/inference/v1/generate", self._body(request, version, pinned))
-                reason = take_answer(request, answer, version if self._adapters else None, self.server.url)
+                one = version if self._adapters else None
+                reason = take_answer(request, answer, one, self.server.url, self._options.routed_experts)
             except AbortedError:
                 self._reissued += 1
                 request.start_over()
@@ -122,7 +123,8 @@ class VllmEngine(ServerEngine):
     # ---- the server -----------------------------------------------------------------------------------------------
 
     async def _inspect(self) -> None:
-        self._facts = await inspect_server(self._client, self._options.transport, self._options.sleeps)
+        options = self._options
+        self._facts = await inspect_server(self._client, options.transport, options.sleeps, options.routed_experts)
 
     async def _name_version(self, version: int) -> None:
         await self._client.post("/update_weight_version", {"new_version": str(version)})
