@@ -13,8 +13,10 @@ from scripted_vllm import VOCABULARY, ScriptedVllm, ToyModel, row_table
 from contracts.engine_contract import EngineContract
 from contracts.engine_harness import soon, under_way, until
 from headrace.engines.base import SamplingParams
+from headrace.engines.pool import EnginePool
 from headrace.engines.servers.client import ServerClient
 from headrace.engines.servers.life import ServerOptions
+from headrace.engines.servers.server import GivenServer
 from headrace.engines.vllm.engine import VllmEngine
 from headrace.errors import ConfigError, DataError, EngineError, ServerLostError, WeightSyncError
 from headrace.weights.canary import Canary, canary_rows
@@ -73,7 +75,8 @@ class ScriptedServer:
 def new_engine(server: ScriptedServer, **options: Any) -> VllmEngine:
     given: dict[str, Any] = {"vocabulary": VOCABULARY, "max_model_length": LENGTH, "detokenize": detokenize}
     given |= {"health_every_s": 0.002, **options}
-    return VllmEngine(server, lambda: ServerClient(server.url), ServerOptions(**given))
+    limit = given.get("hang_s", 60.0)
+    return VllmEngine(server, lambda: ServerClient(server.url, timeout_s=limit), ServerOptions(**given))
 
 
 def new_sync(engine: VllmEngine, model: ToyModel, canary: bool = True) -> WeightSync:
@@ -240,6 +243,104 @@ async def test_a_replica_of_a_pool_does_not_wait_for_its_server() -> None:
     with pytest.raises(ServerLostError):
         await soon(task)
     await until(lambda: engine.health().state == "serving")
+    await engine.close()
+
+
+@pytest.mark.parametrize("fault", ["silent", "stuck"])
+async def test_a_server_that_hangs_is_replaced_and_what_was_asked_is_asked_again(fault: str) -> None:
+    model = ToyModel()
+    server = ScriptedServer(model, lives=2)
+    engine = new_engine(server, hang_s=0.3)
+    sync = new_sync(engine, model)
+    model.move(1)
+    await soon(sync.sync(1))
+    params = SamplingParams(max_tokens=120)
+    alone = await soon(engine.generate([3, 4], params, 7))
+    task = asyncio.ensure_future(engine.generate([3, 4], params, 7))
+    await until(lambda: server.running.busy)
+    server.running.fault = fault  # it takes calls, and never answers: all of them, or those that need its engine core
+    assert (await soon(task)).completion_ids == alone.completion_ids
+    assert (engine.health().restarts, server.incarnation, engine.health().state) == (1, 1, "serving")
+    await engine.close()
+
+
+@pytest.mark.parametrize("fault", ["silent", "stuck"])
+async def test_a_server_that_hangs_in_a_sync_gets_the_weights_in_its_next_life(fault: str) -> None:
+    model = ToyModel()
+    server = ScriptedServer(model, lives=2)
+    engine = new_engine(server, hang_s=0.3)
+    sync = new_sync(engine, model)
+    await soon(sync.sync(1))
+    server.running.fault = fault
+    model.move(2)
+    assert (await soon(sync.sync(2))).version == 2
+    assert set((await soon(engine.generate([3, 4], SamplingParams(max_tokens=5), 1))).versions) == {2}
+    assert engine.health().restarts == 1
+    await engine.close()
+
+
+async def test_a_replica_that_hangs_is_lost_to_its_pool_which_asks_another() -> None:
+    model = ToyModel()
+    servers = [ScriptedServer(model, lives=2) for _ in range(2)]
+    engines = [new_engine(server, waits=False, hang_s=0.3) for server in servers]
+    pool = EnginePool(engines, pins_one=True)
+    sync = new_sync(pool, model)
+    await soon(sync.sync(1))
+    params = SamplingParams(max_tokens=60)
+    tasks = [asyncio.ensure_future(pool.generate([5, n], params, n, affinity=f"g{n}")) for n in range(8)]
+    await until(lambda: servers[0].running.busy)
+    servers[0].running.fault = "stuck"
+    assert all(len(made.completion_ids) == 60 for made in await soon(asyncio.gather(*tasks)))
+    assert pool.health().reissued and engines[0].health().restarts == 1
+    await until(lambda: engines[0].health().state == "serving")
+    await pool.close()
+
+
+async def test_a_server_of_somebody_elses_that_only_says_that_it_is_well_ends_the_engine() -> None:
+    scripted = await ScriptedVllm(ToyModel().arrays()).start()
+
+    async def ask() -> None:
+        await ServerClient(scripted.url).get("/health", 1.0)
+
+    engine = new_engine(GivenServer(scripted.url, ask, 5.0), hang_s=0.1)  # type: ignore[arg-type]
+    await soon(engine.generate([3, 4], SamplingParams(max_tokens=5), 1))
+    scripted.fault = "stuck"
+    with pytest.raises(EngineError, match="was lost 4 times in a row without serving a request"):
+        await soon(engine.generate([3, 4], SamplingParams(max_tokens=5), 1))
+    await engine.close()
+    await scripted.die()
+
+
+async def test_a_server_that_a_killed_run_left_in_the_middle_of_a_sync_serves_the_next_run() -> None:
+    model = ToyModel()
+    scripted = await ScriptedVllm(model.arrays()).start()
+
+    async def ask() -> None:
+        await ServerClient(scripted.url).get("/health", 1.0)
+
+    client = ServerClient(scripted.url)
+    for path in ("/pause?mode=keep&clear_cache=false", "/start_weight_update"):
+        await client.post(path)
+    engine = new_engine(GivenServer(scripted.url, ask, 5.0))  # type: ignore[arg-type]
+    sync = new_sync(engine, model)
+    model.move(1)
+    await soon(sync.sync(1))
+    assert set((await soon(engine.generate([3, 4], SamplingParams(max_tokens=5), 1))).versions) == {1}
+    await engine.close()
+    await client.close()
+    await scripted.die()
+
+
+async def test_a_server_that_decodes_slowly_is_left_alone() -> None:
+    server = ScriptedServer(ToyModel(), lives=1)
+    engine = new_engine(server, hang_s=0.2)
+    made = await soon(engine.generate([3, 4], SamplingParams(max_tokens=200), 1))  # longer than that in all
+    await engine.pause()
+    waiting = asyncio.ensure_future(engine.generate([3, 4], SamplingParams(max_tokens=5), 1))
+    await asyncio.sleep(0.5)  # nor does it have to decode while it is paused
+    await engine.resume()
+    assert len(made.completion_ids) == 200 and len((await soon(waiting)).completion_ids) == 5
+    assert engine.health().restarts == 0
     await engine.close()
 
 

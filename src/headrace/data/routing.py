@@ -37,9 +37,10 @@ class RoutedExperts(JsonData):
     @classmethod
     def of(cls, experts: np.ndarray) -> Self:
         """From numbers [tokens, slots] or [tokens, layers, experts of each]."""
+        numbers = np.issubdtype(experts.dtype, np.integer) and experts.size
+        if not numbers or experts.min() < 0 or experts.max() >= 1 << 16:
+            raise DataError(f"experts must be numbers from 0 to 65535, got {experts.dtype} {str(experts)[:80]}")
         flat = experts.reshape(len(experts), -1)
-        if not np.issubdtype(flat.dtype, np.integer) or not flat.size or flat.min() < 0 or flat.max() >= 1 << 16:
-            raise DataError(f"experts must be numbers from 0 to 65535, got {flat.dtype} {str(flat)[:80]}")
         width = 1 if flat.max() < 256 else 2
         return cls(flat.astype(_TYPES[width]).tobytes(), flat.shape[1], width)
 

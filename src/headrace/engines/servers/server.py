@@ -67,19 +67,24 @@ class GivenServer:
     def __init__(self, url: str, ask: Callable[[], object], limit_s: float) -> None:
         self.url, self.incarnation = url, 0
         self._ask, self._limit_s = ask, limit_s
+        self._deaths = 0
 
     async def start(self) -> None:
         await until_healthy(self.url, self._limit_s, self.gone, self._ask)
 
     async def replace(self) -> None:
         self.incarnation += 1
+        self._deaths += 1
+        if self._deaths > _MOST_DEATHS:  # it may say that it is well, and answer nothing else
+            raise EngineError(f"the server at {self.url} was lost {self._deaths} times in a row without serving a request")
         _log.warning("the server at %s is lost; waiting until it is back", self.url)
         await self.start()
 
     def gone(self) -> str | None:
         return None
 
-    def answered(self) -> None: ...
+    def answered(self) -> None:
+        self._deaths = 0
 
     async def close(self) -> None: ...
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 
 from headrace.engines.base import Generation
 from headrace.engines.request import Request
 from headrace.engines.servers.client import ServerRefusedError
 from headrace.engines.servers.engine import ServerEngine
+from headrace.engines.servers.life import LONGEST_REPLY_S
 from headrace.engines.sglang.checks import inspect_server
 from headrace.engines.sglang.messages import generate_body, row_logprobs, score_body, take_answer
 from headrace.errors import ServerLostError
@@ -43,7 +45,8 @@ class SglangEngine(ServerEngine):
                 request.start_over()
             try:
                 routed = self._options.routed_experts
-                answer = await self._client.post("/generate", generate_body(request, -1 if pinned else 0, routed))
+                body = generate_body(request, -1 if pinned else 0, routed)
+                answer = await self._client.post("/generate", body, LONGEST_REPLY_S)
                 if life != self._life():
                     self._reissued += 1
                     continue
@@ -84,6 +87,10 @@ class SglangEngine(ServerEngine):
             self._going.set()  # it is started again, and continues then
 
     # ---- the server -----------------------------------------------------------------------------------------------
+
+    async def _revive(self) -> None:
+        with suppress(ServerRefusedError):  # what it lacks is found out next
+            await self._client.post("/continue_generation", {})
 
     async def _inspect(self) -> None:
         options = self._options

@@ -33,6 +33,8 @@ class Launch:
     lora_rank: int = 0
     lora_slots: int = 4
     routed_experts: bool = False
+    memory_share: float | None = None
+    """Of the GPU's memory; None leaves it to vLLM."""
     tokenizer: bool = True
     arguments: tuple[str, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -51,6 +53,7 @@ class Launch:
             "max-model-len": self.max_length,
             "max-num-batched-tokens": max(self.prefill_tokens, self.max_length or 0, self.max_batch),
             "enable-sleep-mode": self.sleeps,
+            "gpu-memory-utilization": self.memory_share,
             "skip-tokenizer-init": not self.tokenizer,
             "enable-return-routed-experts": self.routed_experts,
             "enable-lora": bool(self.lora_rank),
