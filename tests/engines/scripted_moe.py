@@ -78,7 +78,10 @@ class ScriptedMoe(ScriptedVllm):
         if scored:
             row = asked.body["token_ids"]
             table = self.table(row, odd=False)
-            answer["prompt_logprobs"] = [None, *({str(t): {"logprob": float(table[i, t])}} for i, t in enumerate(row[1:]))]
+            answer["prompt_logprobs"] = [
+                None,
+                *({str(t): {"logprob": float(table[i, t])}} for i, t in enumerate(row[1:])),
+            ]
         elif self.returns:
             experts, file = odd_experts(asked.row[:-1]), io.BytesIO()
             np.save(file, experts)

@@ -218,7 +218,9 @@ def plugin(folder: Path, code: str) -> dict[str, str]:
     [
         pytest.param(FORGETS, "all tensors arrived, so it decodes with a stale copy", id="stale_head"),
         pytest.param(DROPS, r"1 of \d+ tensors did not arrive .*: model.layers.1.mlp.up_proj.weight;", id="drops"),
-        pytest.param(DOES_NOTHING, "still decodes with the weights of version 1: the sync changed nothing", id="nothing"),
+        pytest.param(
+            DOES_NOTHING, "still decodes with the weights of version 1: the sync changed nothing", id="nothing"
+        ),
     ],
 )
 async def test_a_planted_fault_is_a_sync_error_that_says_which(

@@ -39,7 +39,9 @@ def new_model(family: str) -> Any:
 
 def random_routing(replay: RoutingReplay, rows: list[list[int]], seed: int = 0) -> list[RoutedExperts]:
     rng = np.random.default_rng(seed)
-    draw = [[[rng.permutation(replay.experts)[: replay.top_k] for _ in range(replay.layers)] for _ in row] for row in rows]
+    draw = [
+        [[rng.permutation(replay.experts)[: replay.top_k] for _ in range(replay.layers)] for _ in row] for row in rows
+    ]
     return [RoutedExperts.of(np.array(one)) for one in draw]
 
 
@@ -58,7 +60,8 @@ def own_routing(model: TransformersModel, hf_model: Any, rows: list[list[int]]) 
     routers = [m for m in hf_model.modules() if type(m).__name__.lower().endswith("topkrouter")]
     for row in rows:
         chosen: list[Tensor] = []
-        hooks = [router.register_forward_hook(lambda _, __, out: chosen.append(out[2])) for router in routers]
+        note = lambda _, __, out, to=chosen: to.append(out[2])  # noqa: E731
+        hooks = [router.register_forward_hook(note) for router in routers]
         logits(model, [row])
         for hook in hooks:
             hook.remove()

@@ -111,8 +111,10 @@ class Request:
         self.prefill_version = -1
 
     def take_routing(self, found: np.ndarray, url: str) -> None:
-        """Take over the experts [tokens, slots] of what was read, once its tokens are taken. Those that are known already
-        stay as they are: they are the ones that were sampled with."""
+        """Take over the experts [tokens, slots] of what was read, once its tokens are taken.
+
+        Those that are known already stay as they are: they are the ones that were sampled with.
+        """
         read = len(self.prompt) + len(self.ids) - 1
         if len(found) < read:
             raise EngineError(f"{url} returned the experts of {len(found)} tokens, and {read} were read")

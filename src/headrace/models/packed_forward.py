@@ -45,7 +45,9 @@ class PackedForward:
     def replay_routing(self) -> RoutingReplay:
         """Route tokens as their rows say, from now on."""
         if self._alone:
-            raise ConfigError("a model that reads rows one by one replays no routing; set backend.routing_replay = false")
+            raise ConfigError(
+                "a model that reads rows one by one replays no routing; set backend.routing_replay = false"
+            )
         self.routing = RoutingReplay(self._parts)
         return self.routing
 

@@ -161,9 +161,9 @@ def server_share(config: RunConfig, shape: ModelShape, memory: float) -> float:
     free = memory - (plan.generating if _releases_cache(config) else plan.training) + engine
     if free < engine:
         raise ConfigError(
-            f"engine \"{config.engine.name}\" beside the learner needs {gib(engine)}, and the learner leaves "
-            f"{gib(max(free, 0.0))} of the device's {gib(memory)}; `headrace doctor --plan` shows what takes how much, or "
-            f'set trainer.placement = "separate"'
+            f'engine "{config.engine.name}" beside the learner needs {gib(engine)}, and the learner leaves '
+            f"{gib(max(free, 0.0))} of the device's {gib(memory)}; `headrace doctor --plan` shows what takes how much; "
+            f'or set trainer.placement = "separate"'
         )
     share = min(free / memory, _MOST_SHARE) / config.engine.servers
     return math.floor(100 * share) / 100

@@ -1,7 +1,7 @@
 """Routing replay: a mixture-of-experts model reads tokens with the experts that the sampler chose.
 
-Only the choice is replayed. What each expert's answer is weighed with comes from the model's own router, so its gradient
-is as always.
+Only the choice is replayed. What each expert's answer is weighed with comes from the model's own router, so its
+gradient is as always.
 """
 
 from __future__ import annotations

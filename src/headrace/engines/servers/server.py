@@ -76,7 +76,9 @@ class GivenServer:
         self.incarnation += 1
         self._deaths += 1
         if self._deaths > _MOST_DEATHS:  # it may say that it is well, and answer nothing else
-            raise EngineError(f"the server at {self.url} was lost {self._deaths} times in a row without serving a request")
+            raise EngineError(
+                f"the server at {self.url} was lost {self._deaths} times in a row without serving a request"
+            )
         _log.warning("the server at %s is lost; waiting until it is back", self.url)
         await self.start()
 

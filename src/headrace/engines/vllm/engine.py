@@ -124,9 +124,9 @@ class VllmEngine(ServerEngine):
 
     async def _revive(self) -> None:
         asleep = ("/wake_up",) if self._options.sleeps else ()
-        updating = ("/finish_weight_update",) if self._transfers else ()  # or it would decode with layers that are empty
+        updating = ("/finish_weight_update",) if self._transfers else ()  # or some layers would be empty
         for path in (*asleep, *updating, "/resume"):
-            with suppress(ServerRefusedError):  # there is nothing to finish; or it lacks the call, which is found out next
+            with suppress(ServerRefusedError):  # nothing to finish; or it lacks the call, which is found out next
                 await self._client.post(path)
 
     async def _inspect(self) -> None:

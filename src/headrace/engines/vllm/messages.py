@@ -100,8 +100,8 @@ def routed_experts(encoded: Any, url: str) -> np.ndarray:
         return np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
     except (TypeError, ValueError, EOFError):
         raise EngineError(
-            f"{url} does not say which experts it routed tokens to (routed_experts: {str(encoded)[:40]}); start it with "
-            f"--enable-return-routed-experts"
+            f"{url} does not say which experts it routed tokens to (routed_experts: {str(encoded)[:40]}); start it "
+            f"with --enable-return-routed-experts"
         ) from None
 
 
