@@ -33,6 +33,18 @@ def checked_ids(ids: Sequence[Any], vocabulary: int) -> tuple[int, ...]:
     return tuple(int(token) for token in ids)
 
 
+def checked_rows(rows: Sequence[Sequence[Any]], vocabulary: int, most: int) -> list[tuple[int, ...]]:
+    """Rows to be scored, as plain integers; one that is too long is refused."""
+    checked = [checked_ids(row, vocabulary) for row in rows]
+    longest = max(map(len, checked), default=0)
+    if longest > most:
+        raise DataError(
+            f"a row has {longest} tokens, which is more than max_model_length {most}; shorten it or raise "
+            f"engine.max_model_length"
+        )
+    return checked
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """What was asked, and what has been sampled so far."""

@@ -24,8 +24,8 @@ from headrace.backends.tinker.service import calling
 from headrace.data.episode import FinishReason
 from headrace.data.seeds import derive_seed
 from headrace.engines.base import DEFAULT_SAMPLING, EngineHealth, Generation, SamplingParams
-from headrace.engines.request import Detokenize, Request, checked_ids, settle
-from headrace.errors import DataError, EngineError
+from headrace.engines.request import Detokenize, Request, checked_ids, checked_rows, settle
+from headrace.errors import EngineError
 
 
 @dataclass(slots=True, eq=False)
@@ -103,13 +103,7 @@ class TinkerEngine:
             raise
 
     async def compute_logprobs(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
-        checked = [checked_ids(row, self._vocabulary) for row in rows]
-        longest = max(map(len, checked), default=0)
-        if longest > self.max_model_length:
-            raise DataError(
-                f"a row has {longest} tokens, which is more than max_model_length {self.max_model_length}; "
-                f"shorten it or raise engine.max_model_length"
-            )
+        checked = checked_rows(rows, self._vocabulary, self.max_model_length)
         self._check_usable()
         served = await self._served(self._live)
         return await asyncio.gather(*(score_row(served.client, row) for row in checked))

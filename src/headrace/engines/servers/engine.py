@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import ClassVar
 
 from headrace.engines.base import DEFAULT_SAMPLING, EngineHealth, Generation, SamplingParams
-from headrace.engines.request import Request, checked_ids
+from headrace.engines.request import Request, checked_ids, checked_rows
 from headrace.engines.servers.client import ServerClient, ServerRefusedError
 from headrace.engines.servers.life import ServerLife, ServerOptions
 from headrace.engines.servers.server import Server
@@ -100,13 +100,7 @@ class ServerEngine(ServerLife):
         await self._lost(life, error)
 
     async def compute_logprobs(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
-        checked = [checked_ids(row, self._options.vocabulary) for row in rows]
-        longest = max(map(len, checked), default=0)
-        if longest > self.max_model_length:
-            raise DataError(
-                f"a row has {longest} tokens, which is more than max_model_length {self.max_model_length}; "
-                f"shorten it or raise engine.max_model_length"
-            )
+        checked = checked_rows(rows, self._options.vocabulary, self.max_model_length)
         self._check_usable()
         await self._opened()
         async with self._scoring:  # a paused server schedules nothing: it is resumed for as long as this takes

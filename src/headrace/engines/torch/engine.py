@@ -20,10 +20,10 @@ import numpy as np
 import torch
 
 from headrace.engines.base import DEFAULT_SAMPLING, EngineHealth, Generation, SamplingParams
-from headrace.engines.request import Detokenize, OnTokens, Request, checked_ids, deliver, fail, settle
+from headrace.engines.request import Detokenize, OnTokens, Request, checked_ids, checked_rows, deliver, fail, settle
 from headrace.engines.torch.delivery import Deliveries
 from headrace.engines.torch.lane import Lane
-from headrace.errors import ConfigError, DataError, EngineError
+from headrace.errors import ConfigError, EngineError
 from headrace.models.causal import CausalModel
 from headrace.models.logprobs import target_logprobs
 from headrace.models.packed import PackedRows
@@ -124,13 +124,7 @@ class TorchEngine:
             raise
 
     async def compute_logprobs(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
-        checked = [checked_ids(row, self._vocabulary) for row in rows]
-        longest = max(map(len, checked), default=0)
-        if longest > self.max_model_length:
-            raise DataError(
-                f"a row has {longest} tokens, which is more than max_model_length {self.max_model_length}; "
-                f"shorten it or raise engine.max_model_length"
-            )
+        checked = checked_rows(rows, self._vocabulary, self.max_model_length)
         return await self._call(lambda: self._score(checked))
 
     async def pause(self) -> None:

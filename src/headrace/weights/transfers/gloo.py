@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import torch
 
 from headrace.errors import ServerLostError, WeightSyncError
-from headrace.weights.base import Endpoint, TensorStream
+from headrace.weights.base import Endpoint, TensorStream, described
 from headrace.weights.control import control
 from headrace.weights.transfers.receipts import compare_receipts
 from headrace.weights.vllm_plugin.headrace_vllm.checksum import checksum
@@ -44,11 +44,7 @@ class GlooTransfer:
 
     def send(self, source: TensorStream, version: int) -> str | None:
         infos = source.infos()
-        update = {
-            "names": [info.name for info in infos],
-            "dtype_names": [info.dtype for info in infos],
-            "shapes": [list(info.shape) for info in infos],
-        }
+        update = described(infos)
         threads = ThreadPoolExecutor(max(1, len(self._groups)))
         asked = {endpoint: threads.submit(control(endpoint).receive, update) for endpoint in self._groups}
         try:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from headrace.errors import ConfigError, ServerLostError, WeightSyncError
-from headrace.weights.base import Endpoint, TensorStream
+from headrace.weights.base import Endpoint, TensorStream, described
 from headrace.weights.control import control
 from headrace.weights.transfers.torch_group import TorchGroup
 
@@ -50,12 +50,7 @@ class NcclTransfer:
                 self._groups[endpoint] = self._meet(endpoint)
 
     def send(self, source: TensorStream, version: int) -> str | None:
-        infos = source.infos()
-        update = {
-            "names": [info.name for info in infos],
-            "dtype_names": [info.dtype for info in infos],
-            "shapes": [list(info.shape) for info in infos],
-        }
+        update = described(source.infos())
         threads = ThreadPoolExecutor(max(1, len(self._groups)))
         asked = [threads.submit(control(endpoint).receive, update) for endpoint in self._groups]
         try:
