@@ -33,6 +33,11 @@ class Server(ScriptedServer):
     """Lives of a scripted SGLang."""
 
     new = ScriptedSglang
+    returns_experts = False
+
+    async def start(self) -> None:
+        await super().start()
+        self.running.info["enable_return_routed_experts"] = self.returns_experts
 
 
 def new_engine(server: Any, **options: Any) -> SglangEngine:
@@ -157,6 +162,27 @@ async def test_memory_goes_back_while_the_learner_works() -> None:
     await engine.close()
 
 
+async def test_every_token_has_the_experts_of_the_leg_that_sampled_it() -> None:
+    model = ToyModel()
+    server = Server(model)
+    engine = new_engine(server, routed_experts=True)
+    sync = new_sync(engine, model)
+    server.returns_experts = True
+    await sync.sync(1)
+    task = asyncio.ensure_future(engine.generate([5, 6], SamplingParams(max_tokens=200), 1))
+    await under_way(engine, 10)
+    await sync.sync(2)
+    await engine.resume()
+    made = await soon(task)
+    assert made.routed_experts is not None and len(made.routed_experts) == 201
+    before = made.versions.count(1)
+    assert 0 < before < 200
+    # the last token of the first leg was first read by the second
+    expected = [10 + at % 8 for at in range(before + 1)] + [20 + at % 8 for at in range(before + 1, 201)]
+    assert made.routed_experts.array()[:, 0].tolist() == expected
+    await engine.close()
+
+
 # ---- what is checked -------------------------------------------------------------------------------------------------
 
 
@@ -177,6 +203,13 @@ async def test_a_server_that_cannot_do_it_is_refused_with_the_remedy(break_it: A
 
     engine = new_engine(Broken(ToyModel()))
     with pytest.raises(ConfigError, match=says):
+        await soon(engine.generate([5], SamplingParams(max_tokens=2), 1))
+    await engine.close()
+
+
+async def test_a_server_that_returns_no_experts_is_refused_if_they_are_replayed() -> None:
+    engine = new_engine(Server(ToyModel()), routed_experts=True)
+    with pytest.raises(ConfigError, match="start it with --enable-return-routed-experts"):
         await soon(engine.generate([5], SamplingParams(max_tokens=2), 1))
     await engine.close()
 
