@@ -79,7 +79,7 @@ def new_engine(server: ScriptedServer, **options: Any) -> VllmEngine:
     return VllmEngine(server, lambda: ServerClient(server.url, timeout_s=limit), ServerOptions(**given))
 
 
-def new_sync(engine: VllmEngine, model: ToyModel, canary: bool = True) -> WeightSync:
+def new_sync(engine: VllmEngine | EnginePool, model: ToyModel, canary: bool = True) -> WeightSync:
     source = ModelWeights(model)
     sender = ServerSender(FileTransfer(), source)
     sender.bind(engine.endpoints)

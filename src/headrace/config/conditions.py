@@ -113,7 +113,7 @@ CHECKPOINTS = Condition(
 )
 ROUTES_BY_ITSELF = Condition(
     lambda s: not s.own.routing_replay,
-    "with backend.routing_replay rows that begin alike may be routed otherwise, so no prefix is shared",
+    "with backend.routing_replay rows with a shared prefix may be routed differently, so no prefix is shared",
     "remove one of the two",
 )
 FSDP = Condition(

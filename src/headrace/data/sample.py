@@ -143,9 +143,10 @@ class _Row:
         self.logprobs += [0.0] * len(new_prompt) + list(step.logprobs or [0.0] * count)
         self.versions += [NO_VERSION] * len(new_prompt) + list(step.versions or [NO_VERSION] * count)
         self.advantages += [0.0] * len(new_prompt) + _advantages(step)
-        if self.routed is not step.routed_experts:  # tokens keep the experts that they had when they were sampled
-            both = self.routed is not None and step.routed_experts is not None
-            self.routed = self.routed.then(step.routed_experts) if both else None
+        if self.routed is None or step.routed_experts is None:
+            self.routed = None
+        elif self.routed is not step.routed_experts:  # tokens keep the experts that they had when they were sampled
+            self.routed = self.routed.then(step.routed_experts)
 
 
 def _advantages(step: Step) -> list[float]:

@@ -64,7 +64,7 @@ class TransformersModel:
         return self._forward.hidden(rows)
 
     def replay_routing(self) -> RoutingReplay:
-        self.shares_prefixes = False  # rows that begin alike may be routed otherwise
+        self.shares_prefixes = False  # rows with a shared prefix may be routed differently
         return self._forward.replay_routing()
 
     def logits(self, hidden_ND: Tensor) -> Tensor:

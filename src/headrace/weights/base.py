@@ -58,7 +58,7 @@ class Endpoint:
 
 
 def described(infos: Sequence[TensorInfo]) -> dict[str, list[Any]]:
-    """What receiving ends are told of the tensors that come."""
+    """What receiving ends hear of the tensors that come."""
     return {
         "names": [info.name for info in infos],
         "dtype_names": [info.dtype for info in infos],
