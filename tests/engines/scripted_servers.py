@@ -35,7 +35,7 @@ def detokenize(ids: Sequence[int]) -> str:
 class VllmServer:
     """A server that is started anew as often as `lives` allows."""
 
-    url = ""
+    url, found = "", False
     new: ClassVar[type[ScriptedVllm]] = ScriptedVllm
     engine: ClassVar[type[ServerEngine]] = VllmEngine
     transport: ClassVar[str] = "file"
@@ -99,7 +99,7 @@ def new_engine(server: Any, kind: type[VllmServer] | None = None, **options: Any
 def new_sync(engine: Any, model: ToyModel, canary: bool = True) -> WeightSync:
     """The weight sync from a toy model to an engine, or to a pool of them."""
     source = ModelWeights(model)
-    one = engine.replicas[0].engine if isinstance(engine, EnginePool) else engine
+    one: Any = engine.replicas[0].engine if isinstance(engine, EnginePool) else engine
     sender = ServerSender((FileTransfer if one.kind == "vllm" else DiskTransfer)(), source)
     sender.bind(engine.endpoints)
 

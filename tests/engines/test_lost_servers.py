@@ -148,6 +148,20 @@ async def test_a_server_of_somebody_elses_that_only_says_that_it_is_well_ends_th
     await scripted.die()
 
 
+async def test_a_server_that_hangs_at_its_first_request_is_replaced(kind: Kind) -> None:
+    class Late(kind):
+        async def start(self) -> None:
+            await super().start()
+            self.running.fault = "" if self.incarnation else "stuck"
+
+    model = ToyModel()
+    server = Late(model, lives=2)
+    engine = new_engine(server, hang_s=0.2)
+    assert (await soon(new_sync(engine, model).sync(1))).version == 1
+    assert server.incarnation == 1
+    await engine.close()
+
+
 async def test_a_server_that_a_killed_run_left_in_the_middle_of_a_sync_serves_the_next_run(kind: Kind) -> None:
     model = ToyModel()
     scripted = await kind.new(model.arrays()).start()

@@ -77,7 +77,7 @@ class SharedServers:
 class LentServer:
     """A shared server as one test sees it: nothing under way, and the weights of the test's model as version 0."""
 
-    incarnation = 0
+    incarnation, found = 0, False
     url = ""
 
     def __init__(self, servers: SharedServers, max_batch: int, hf_model: Any) -> None:

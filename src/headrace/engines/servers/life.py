@@ -81,7 +81,7 @@ class ServerLife(ABC):
 
     @abstractmethod
     async def _revive(self) -> None:
-        """Have it decode: a run that was killed may have left it paused."""
+        """Have a server decode that may have been left paused, or in the middle of a weight update."""
 
     @abstractmethod
     async def _inspect(self) -> None:
@@ -133,14 +133,19 @@ class ServerLife(ABC):
     async def _open(self) -> None:
         await self.server.start()
         self._client = self._new_client()  # a server may know its address only now
-        await self._greet()
+        try:
+            await self._greet()
+        except ServerLostError:  # it said that it was well, and answers nothing else
+            while not await self._replaced():
+                pass
         self._alive.set()
         self._up.set()
         self._watching = asyncio.create_task(self._watch(), name="headrace-server-watch")
 
     async def _greet(self) -> None:
         """A server that was just started, or found."""
-        await self._revive()
+        if self.server.found:
+            await self._revive()
         await self._inspect()
         await self._name_version(self._version)
         self._tokens_of_others = self._answered = 0

@@ -26,6 +26,8 @@ class Server(Protocol):
 
     incarnation: int
     """Counts restarts: answers of an old one are refused."""
+    found: bool
+    """It ran before: a run that was killed may have left it in the middle of something."""
 
     async def start(self) -> None:
         """Return when it answers; EngineError if it does not."""
@@ -64,6 +66,8 @@ async def until_healthy(url: str, limit_s: float, gone: Callable[[], str | None]
 class GivenServer:
     """A server that somebody else runs. Lost means: wait until it is back."""
 
+    found = True
+
     def __init__(self, url: str, ask: Callable[[], object], limit_s: float) -> None:
         self.url, self.incarnation = url, 0
         self._ask, self._limit_s = ask, limit_s
@@ -93,6 +97,8 @@ class GivenServer:
 
 class StartedServer:
     """A server that Headrace runs on this machine's loopback."""
+
+    found = False
 
     def __init__(
         self,
