@@ -46,7 +46,7 @@ def new_server(folder: Path, log: Path, transport: str = "file", **changes: Any)
         finally:
             await client.close()
 
-    made.append(StartedServer("the test's vLLM server", launch.command, launch.environment(), log, ask, 180.0))
+    made.append(StartedServer("the test's vLLM server", launch.command, launch.environment(), log, ask, 400.0))
     return made[0]
 
 
