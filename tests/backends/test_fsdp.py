@@ -5,19 +5,24 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import tiny
 from fsdp_cases import TIGHT, Case, difference, local_gradient, losses, new_group, new_learner, steps
 from headrace.algorithms.batching import pack
 from headrace.backends.fsdp.group import LearnerGroup
 from headrace.backends.local.learner import Learner
 from headrace.backends.ranks.pipes import PipeRanks
+from headrace.config import RunConfig
 from headrace.data.episode import Step
+from headrace.data.routing import RoutedExperts
+from headrace.data.sample import Sample
 from headrace.errors import BackendError, DataError, DivergedError
 
 CASES = {case.name: case for case in losses()}
@@ -209,3 +214,48 @@ def test_a_rank_that_is_killed_changes_nothing(pair: LearnerGroup, tmp_path: Pat
         results.append(trained(pair))
     assert pair.restarts == 1
     assert all(torch.equal(tensor, results[1][name]) for name, tensor in results[0].items())
+
+
+@dataclass(frozen=True)
+class RoutedCase(Case):
+    """Tokens were sampled with experts that no router would choose."""
+
+    folder: str = ""
+
+    def config(self, ranks: int = 0) -> RunConfig:
+        given = super().config(ranks)
+        model = given.model.model_copy(update={"name": self.folder, "dtype": "float32"})  # experts have no float64
+        backend = given.backend.model_copy(update={"routing_replay": True})
+        return given.model_copy(update={"model": model, "backend": backend})
+
+    def samples(self, seed: int, count: int) -> list[Sample]:
+        rng = np.random.default_rng(seed)
+        found = super().samples(seed, count)
+        experts = [np.argsort(rng.random((len(one.tokens) - 1, 2, 4)))[..., :2] for one in found]
+        return [
+            replace(one, routed_experts=RoutedExperts.of(chosen)) for one, chosen in zip(found, experts, strict=True)
+        ]
+
+
+def test_ranks_route_tokens_as_they_were_sampled_like_one_learner(tmp_path: Path) -> None:
+    folder = tiny.saved_model("qwen3_moe", tmp_path / "model")
+    case = RoutedCase("routed", PPO.algorithm, folder=str(folder))
+    group = new_group(case.config(2))
+    try:
+        learner = begin(group, case, tmp_path)
+        batch = case.batch(seed=1)
+        one, many = (each.forward_backward(batch, case.algorithm) for each in (learner, group))
+        for ours, theirs in zip(one.logprobs, many.logprobs, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-4)
+        assert difference(local_gradient(learner), group.together("gradient")[0]) < 1e-3
+        for ours, theirs in zip(learner.logprobs(batch), group.logprobs(batch, "policy"), strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-4)
+        plain = replace(batch, samples=tuple(replace(sample, routed_experts=None) for sample in batch.samples))
+        apart = [
+            abs(a - b)
+            for free, routed in zip(learner.logprobs(plain), learner.logprobs(batch), strict=True)
+            for a, b in zip(free, routed, strict=True)
+        ]
+        assert max(apart) > 0.1
+    finally:
+        group.close()

@@ -123,6 +123,7 @@ RUNS: list[dict[str, Any]] = [
     {"model": {"lora": {"rank": 4, "dropout": 0.1}}},
     {"model": {"device": "cuda:1", "dtype": "bfloat16"}},
     {"model": {"device": "cpu"}, "backend": {"gradient_checkpointing": True}},
+    {"engine": {"name": "vllm"}, "backend": {"routing_replay": True}},
     {"trainer": {"max_staleness": 2, "placement": "separate", "save_every": 2, "keep_best": 1}},
     {"trainer": {"max_staleness": 2, "staleness": "count", "save_every_s": 0}},
     {"run": {"deterministic": True}, "ledger": {"enabled": False}},

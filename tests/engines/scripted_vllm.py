@@ -23,6 +23,8 @@ from torch import nn
 from headrace.weights.vllm_plugin.headrace_vllm.checksum import checksum
 
 VOCABULARY = 97
+_WITHOUT_CORE = ("/health", "/version", "/metrics", "/openapi_json", "/v1/models", "/model_info", "/server_info")
+"""What a server answers whose engine core hangs."""
 _WIDTH = 24
 
 
@@ -112,6 +114,11 @@ class ScriptedVllm:
         self._stepping = asyncio.create_task(self._steps())
         return self
 
+    @property
+    def busy(self) -> bool:
+        """Whether a request is being decoded."""
+        return any(asked.ids for asked in self._running)
+
     async def die(self) -> None:
         """Gone from one moment to the next, as by SIGKILL."""
         self._stepping.cancel()
@@ -123,7 +130,7 @@ class ScriptedVllm:
 
     async def _steps(self) -> None:
         while True:
-            while self._paused or not (self._running or self._waiting):
+            while self._paused or self.fault in ("silent", "stuck") or not (self._running or self._waiting):
                 self._wake.clear()
                 await self._wake.wait()
             self._waiting.sort(key=lambda one: (one.body.get("priority", 0), one.number))
@@ -187,6 +194,8 @@ class ScriptedVllm:
     # ---- routes ---------------------------------------------------------------------------------------------------
 
     async def _answer_to(self, method: str, path: str, query: dict[str, list[str]], body: Any) -> Any:
+        if self.fault == "silent" or (self.fault == "stuck" and path not in _WITHOUT_CORE):
+            await asyncio.get_running_loop().create_future()
         name = path.strip("/").replace("/", "_")
         route: Callable[..., Any] | None = getattr(self, f"_on_{name}", None)
         if route is None or path in self.routes_missing:

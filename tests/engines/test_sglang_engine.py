@@ -6,48 +6,19 @@ import asyncio
 from typing import Any
 
 import pytest
-from scripted_sglang import ScriptedSglang
-from scripted_vllm import VOCABULARY, ToyModel
-from test_vllm_scripted import LENGTH, ScriptedServer, detokenize
+from scripted_servers import SglangServer as Server
+from scripted_servers import new_engine, new_sync
+from scripted_vllm import ToyModel
 from test_vllm_scripted import TestScriptedVllm as _Scripted
-from test_vllm_scripted import new_sync as vllm_sync
 
 from contracts.engine_harness import Start, soon, under_way
 from headrace.config.loading import build_config
 from headrace.engines.base import SamplingParams
-from headrace.engines.pool import EnginePool
-from headrace.engines.servers.client import ServerClient
 from headrace.engines.servers.life import ServerOptions
 from headrace.engines.sglang.build import SglangLaunch
-from headrace.engines.sglang.engine import SglangEngine
 from headrace.engines.sglang.factory import sglang_engine
 from headrace.errors import ConfigError, WeightSyncError
 from headrace.registry import resolve
-from headrace.weights.sender import ServerSender
-from headrace.weights.source import ModelWeights
-from headrace.weights.sync import WeightSync
-from headrace.weights.transfers.disk import DiskTransfer
-
-
-class Server(ScriptedServer):
-    """Lives of a scripted SGLang."""
-
-    new = ScriptedSglang
-
-
-def new_engine(server: Any, **options: Any) -> SglangEngine:
-    given: dict[str, Any] = {"vocabulary": VOCABULARY, "max_model_length": LENGTH, "detokenize": detokenize}
-    given |= {"health_every_s": 0.002, "transport": "disk", **options}
-    return SglangEngine(server, lambda: ServerClient(server.url), ServerOptions(**given))
-
-
-def new_sync(engine: Any, model: ToyModel) -> WeightSync:
-    sync = vllm_sync(engine, model)
-    source = ModelWeights(model)
-    sender = ServerSender(DiskTransfer(), source)
-    sender.bind(engine.endpoints)
-    sync._sender = sender
-    return sync
 
 
 class TestScriptedSglang(_Scripted):
@@ -58,9 +29,6 @@ class TestScriptedSglang(_Scripted):
         self.servers.append(Server(self.model, max_batch=max_batch))
         options["eos_ids"] = tuple(options.get("eos_ids", ()))
         return new_engine(self.servers[-1], max_batch=max_batch, **options)
-
-    def new_sync(self, engine: Any) -> WeightSync:
-        return new_sync(engine, self.model)
 
     async def test_a_kept_cache_still_remembers_the_old_weights(self, start: Start) -> None:
         pytest.skip("every leg is computed with the weights that decode it")
@@ -104,41 +72,6 @@ async def test_a_sync_that_went_wrong_says_how(fault: str, says: str) -> None:
     await engine.close()
 
 
-async def test_a_server_that_dies_in_a_sync_comes_back_and_gets_the_weights() -> None:
-    model = ToyModel()
-    server = Server(model, lives=2)
-    engine = new_engine(server)
-    sync = new_sync(engine, model)
-    await sync.sync(1)
-    server.running.fault = "dies"
-    model.move(3)
-    await soon(sync.sync(2))
-    made = await soon(engine.generate([5, 6], SamplingParams(max_tokens=4), 1))
-    assert set(made.versions) == {2} and engine.health().restarts == 1
-    await engine.close()
-
-
-async def test_a_pool_of_two_servers_survives_the_death_of_one() -> None:
-    model = ToyModel()
-    servers = [Server(model, lives=2) for _ in range(2)]
-    engines = [new_engine(server, waits=False) for server in servers]
-    pool = EnginePool(engines, pins_one=True)
-    sync = new_sync(pool, model)
-    await soon(sync.sync(1))
-    tasks = [soon(pool.generate([5, n], SamplingParams(max_tokens=60), n, affinity=f"g{n}")) for n in range(8)]
-    running = asyncio.gather(*tasks)
-    await asyncio.sleep(0.01)
-    await servers[0].running.die()
-    model.move(3)
-    await soon(sync.sync(2))
-    found = await running
-    assert all(len(made.completion_ids) == 60 for made in found)
-    while engines[0].health().state != "serving":  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
-    assert {engine.health().version for engine in engines} == {2} and pool.health().reissued
-    await pool.close()
-
-
 async def test_memory_goes_back_while_the_learner_works() -> None:
     model = ToyModel()
     server = Server(model)
@@ -154,6 +87,27 @@ async def test_memory_goes_back_while_the_learner_works() -> None:
     assert set(made.versions) == {2}
     calls = [path for path in server.running.calls if "memory" in path or "update_weights" in path]
     assert calls[-3:] == ["/release_memory_occupation", "/resume_memory_occupation", "/update_weights_from_disk"]
+    await engine.close()
+
+
+async def test_every_token_has_the_experts_of_the_leg_that_sampled_it() -> None:
+    model = ToyModel()
+    server = Server(model)
+    engine = new_engine(server, routed_experts=True)
+    sync = new_sync(engine, model)
+    server.returns_experts = True
+    await sync.sync(1)
+    task = asyncio.ensure_future(engine.generate([5, 6], SamplingParams(max_tokens=200), 1))
+    await under_way(engine, 10)
+    await sync.sync(2)
+    await engine.resume()
+    made = await soon(task)
+    assert made.routed_experts is not None and len(made.routed_experts) == 201
+    before = made.versions.count(1)
+    assert 0 < before < 200
+    # the last token of the first leg was first read by the second
+    expected = [10 + at % 8 for at in range(before + 1)] + [20 + at % 8 for at in range(before + 1, 201)]
+    assert made.routed_experts.array()[:, 0].tolist() == expected
     await engine.close()
 
 
@@ -177,6 +131,13 @@ async def test_a_server_that_cannot_do_it_is_refused_with_the_remedy(break_it: A
 
     engine = new_engine(Broken(ToyModel()))
     with pytest.raises(ConfigError, match=says):
+        await soon(engine.generate([5], SamplingParams(max_tokens=2), 1))
+    await engine.close()
+
+
+async def test_a_server_that_returns_no_experts_is_refused_if_they_are_replayed() -> None:
+    engine = new_engine(Server(ToyModel()), routed_experts=True)
+    with pytest.raises(ConfigError, match="start it with --enable-return-routed-experts"):
         await soon(engine.generate([5], SamplingParams(max_tokens=2), 1))
     await engine.close()
 

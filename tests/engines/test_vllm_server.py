@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from vllm_servers import new_server
+from vllm_servers import CPU, new_server
 
 import tiny
 from headrace.backends.local.frozen import score_rows
@@ -30,6 +30,7 @@ from headrace.weights.canary import Canary, canary_rows
 from headrace.weights.sender import server_sender
 from headrace.weights.source import ModelWeights
 from headrace.weights.sync import WeightSync
+from headrace.weights.vllm_plugin import FOLDER
 
 pytestmark = pytest.mark.slow
 PROMPT = [5, 9, 12, 40]
@@ -43,7 +44,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Pair:
     """A learner, a real server, and the sync between them."""
 
-    def __init__(self, folder: Path, log: Path, transport: str, lora: int = 0, **server: Any) -> None:
+    def __init__(
+        self, folder: Path, log: Path, transport: str, lora: int = 0, sleeps: bool = False, hang_s: float = 60.0,
+        **server: Any,
+    ) -> None:  # fmt: skip
         torch.set_num_threads(1)
         section = ModelSection(name=str(folder), lora=LoraSection(rank=lora, targets=("q_proj", "v_proj")))
         self.hf_model = load_model(section)
@@ -51,9 +55,9 @@ class Pair:
         self.server: StartedServer = new_server(folder, log, transport, lora_rank=lora, **server)
         options = ServerOptions(
             vocabulary=tiny.VOCABULARY, max_model_length=tiny.LENGTH - 1, detokenize=tiny.detokenize,
-            transport=transport, health_every_s=0.02,
+            transport=transport, health_every_s=0.02, sleeps=sleeps, hang_s=hang_s,
         )  # fmt: skip
-        self.engine = VllmEngine(self.server, lambda: ServerClient(self.server.url), options)
+        self.engine = VllmEngine(self.server, lambda: ServerClient(self.server.url, timeout_s=hang_s), options)
         source = ModelWeights(self.hf_model)
         self.sender = server_sender(transport, source)
         self.sender.bind(self.engine.endpoints)
@@ -168,29 +172,134 @@ async def test_a_server_killed_during_a_sync_gets_the_weights_afterwards(folder:
         assert killed and set(made.versions) == {2} and await pair.far_off(made) <= 1e-4
 
 
-async def test_a_head_that_was_not_packed_again_is_a_sync_error(folder: Path, tmp_path: Path) -> None:
-    from headrace.weights.vllm_plugin import FOLDER
+FORGETS = "Receiver._repack_heads = lambda self: None"
+DROPS = """
+usual, updates = FileReceiver._tensors, []
+def tensors(content, info):
+    updates.append(1)
+    for name, tensor in usual(content, info):
+        lost = len(updates) > 1 and name == "model.layers.1.mlp.up_proj.weight"
+        yield name, torch.zeros_like(tensor) if lost else tensor
+FileReceiver._tensors = staticmethod(tensors)
+"""
+DOES_NOTHING = """
+start, load, finish, updates = Receiver.start_weight_update, Receiver.load, Receiver.finish_weight_update, []
+def begin(self):
+    updates.append(1)
+    self.received = []
+    if len(updates) == 1: start(self)
+def take(self, arriving):
+    if len(updates) == 1: return load(self, arriving)
+    self.received += [checksum(tensor) for _, tensor in arriving]
+def end(self):
+    if len(updates) == 1: finish(self)
+Receiver.start_weight_update, Receiver.load, Receiver.finish_weight_update = begin, take, end
+"""
 
-    plugin = tmp_path / "plugin"
-    (plugin / "forgetful-1.dist-info").mkdir(parents=True)
-    (plugin / "forgetful-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: forgetful\nVersion: 1\n")
-    (plugin / "forgetful-1.dist-info" / "entry_points.txt").write_text(
-        "[vllm.general_plugins]\nforgetful = forgetful:register\n"
-    )
-    (plugin / "forgetful.py").write_text(
-        "def register():\n"
-        "    from headrace_vllm.receivers import Receiver\n"
-        "    Receiver._repack_heads = lambda self: None\n"
-    )
-    path = os.pathsep.join((str(plugin), str(FOLDER)))
-    from vllm_servers import CPU
 
-    pair = Pair(folder, tmp_path / "log", "file", variables={**CPU, "PYTHONPATH": path})
+def plugin(folder: Path, code: str) -> dict[str, str]:
+    """Environment of a server whose receiving end is changed by a plugin of the test's."""
+    about = folder / "faulty-1.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: faulty\nVersion: 1\n")
+    (about / "entry_points.txt").write_text("[vllm.general_plugins]\nfaulty = faulty:register\n")
+    imports = (
+        "import torch",
+        "from headrace_vllm.checksum import checksum",
+        "from headrace_vllm.receivers import FileReceiver, Receiver",
+    )
+    body = "\n".join(f"    {line}" for line in (*imports, *code.strip().splitlines()))
+    (folder / "faulty.py").write_text(f"def register():\n{body}\n")
+    return {**CPU, "PYTHONPATH": os.pathsep.join((str(folder), str(FOLDER)))}
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        pytest.param(FORGETS, "all tensors arrived, so it decodes with a stale copy", id="stale_head"),
+        pytest.param(DROPS, r"1 of \d+ tensors did not arrive .*: model.layers.1.mlp.up_proj.weight;", id="drops"),
+        pytest.param(
+            DOES_NOTHING, "still decodes with the weights of version 1: the sync changed nothing", id="nothing"
+        ),
+    ],
+)
+async def test_a_planted_fault_is_a_sync_error_that_says_which(
+    folder: Path, tmp_path: Path, code: str, says: str
+) -> None:
+    pair = Pair(folder, tmp_path / "log", "file", variables=plugin(tmp_path / "plugin", code))
     async with running(pair):
+        pair.move(2, scale=0.5 if code != FORGETS else 0.0)
         await pair.sync.sync(1)
         pair.move(3, scale=0.5)
-        with pytest.raises(WeightSyncError, match="all tensors arrived, so it decodes with a stale copy"):
+        with pytest.raises(WeightSyncError, match=says):
             await pair.sync.sync(2)
+
+
+async def test_the_weights_of_experts_arrive(tmp_path: Path) -> None:
+    shape = {"hidden_size": 128, "head_dim": 32, "moe_intermediate_size": 64}
+    experts = tiny.saved_model("qwen3_moe", tmp_path / "model", **shape)
+    async with running(Pair(experts, tmp_path / "log", "file")) as pair:
+        for version in (1, 2):
+            pair.move(version)
+            await pair.sync.sync(version)
+            made = await pair.asked(20, seed=version)
+            assert set(made.versions) == {version} and await pair.far_off(made) <= 1e-3
+
+
+async def test_by_disk_a_server_that_reloads_has_the_new_weights(tmp_path: Path) -> None:
+    untied = tiny.saved_model("llama", tmp_path / "model", hidden_size=128)
+    async with running(Pair(untied, tmp_path / "log", "disk")) as pair:
+        for version in (1, 2, 3):
+            pair.move(version)
+            await pair.sync.sync(version)
+            made = await pair.asked(20, seed=version)
+            assert set(made.versions) == {version} and await pair.far_off(made) <= 1e-4
+
+
+async def test_by_disk_a_tied_head_stays_stale_on_the_cpu_and_the_canary_sees_it(folder: Path, tmp_path: Path) -> None:
+    async with running(Pair(folder, tmp_path / "log", "disk")) as pair:
+        await pair.sync.sync(1)
+        pair.move(3, scale=0.5)
+        with pytest.raises(WeightSyncError, match="some tensors are missing, changed, or kept in a stale copy"):
+            await pair.sync.sync(2)
+
+
+async def test_a_server_whose_engine_core_hangs_is_replaced(folder: Path, tmp_path: Path) -> None:
+    async with running(Pair(folder, tmp_path / "log", "file", hang_s=30.0)) as pair:
+        pair.move(3)
+        await pair.sync.sync(4)
+        alone = await pair.asked(240, 1)
+        assert pair.server.child is not None
+        os.kill(pair.server.child.descendants()[-1], signal.SIGSTOP)  # the server still says that it is well
+        made = await asyncio.wait_for(pair.asked(240, 1), 400)
+        assert made.completion_ids == alone.completion_ids and set(made.versions) == {4}
+        assert pair.engine.health().restarts == 1 and await pair.far_off(made) <= 1e-4
+
+
+async def test_a_colocated_server_sleeps_while_the_learner_works(folder: Path, tmp_path: Path) -> None:
+    """The order of calls is the one of a GPU; the CPU build has no memory to give back."""
+    async with running(Pair(folder, tmp_path / "log", "file", sleeps=True)) as pair:
+        await pair.sync.sync(1)
+        calls: list[str] = []
+        usual = pair.engine._client.post
+
+        async def post(path: str, *given: Any) -> Any:
+            calls.append(path)
+            return await usual(path, *given)
+
+        pair.engine._client.post = post  # type: ignore[method-assign]
+        await pair.engine.pause()
+        await pair.engine.release_cache()
+        pair.move(2)
+        await pair.sync.sync(2)
+        await pair.engine.resume()
+        generate = "/inference/v1/generate"
+        order = [path.partition("?")[0] for path in calls]
+        assert order[:5] == ["/pause", "/sleep", "/wake_up", "/pause", "/start_weight_update"]
+        assert order[5:7] == ["/finish_weight_update", "/update_weight_version"]  # the tensors travel in between
+        assert order[7:] == ["/resume", generate, generate, "/pause", "/resume"]  # canary rows, then sampling
+        made = await pair.asked(20)
+        assert set(made.versions) == {2} and await pair.far_off(made) <= 1e-4
 
 
 async def test_only_adapters_travel_and_old_ones_are_unloaded(folder: Path, tmp_path: Path) -> None:

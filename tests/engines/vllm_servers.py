@@ -46,7 +46,7 @@ def new_server(folder: Path, log: Path, transport: str = "file", **changes: Any)
         finally:
             await client.close()
 
-    made.append(StartedServer("the test's vLLM server", launch.command, launch.environment(), log, ask, 180.0))
+    made.append(StartedServer("the test's vLLM server", launch.command, launch.environment(), log, ask, 400.0))
     return made[0]
 
 
@@ -77,7 +77,7 @@ class SharedServers:
 class LentServer:
     """A shared server as one test sees it: nothing under way, and the weights of the test's model as version 0."""
 
-    incarnation = 0
+    incarnation, found = 0, False
     url = ""
 
     def __init__(self, servers: SharedServers, max_batch: int, hf_model: Any) -> None:

@@ -103,6 +103,11 @@ def _problems(name: str, abilities: EngineAbilities, config: RunConfig) -> Itera
             f'one version while newer ones are served, and engine "{name}" has only one at a time; set eval.every = 0 '
             f"or trainer.max_staleness = 0, or use another engine"
         )
+    if config.backend.routing_replay and not abilities.routed_experts:
+        yield (
+            f'backend.routing_replay = true needs the experts that tokens were sampled with, and engine "{name}" does '
+            f'not return them; set it to false, or engine.name = "vllm" or "sglang"'
+        )
     cache = config.engine.cache_on_publish
     if config.trainer.max_staleness and config.trainer.partial_rollouts and cache not in abilities.cache_on_sync:
         possible = " or ".join(f'"{one}"' for one in abilities.cache_on_sync)

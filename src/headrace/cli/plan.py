@@ -26,7 +26,7 @@ def show_plan(file: Path, words: Sequence[str], memory_gib: float | None) -> int
     config = read_run(str(file), words, "--plan", "--memory")
     if config.backend.name != "local":
         raise ConfigError(f'the plan is of one device and the backend "local"; {file} has "{config.backend.name}"')
-    shape = read_shape(_model_folder(config.model.name))
+    shape = read_shape(config.model.name)
     device, memory = _device(config.model.device) if memory_gib is None else ("a device", memory_gib * 2**30)
     if device == "cpu":
         config = _changed(config, "model.device", "cpu")
@@ -50,6 +50,8 @@ def show_plan(file: Path, words: Sequence[str], memory_gib: float | None) -> int
             style="bold green" if fits else "bold yellow",
         )
     )
+    if fits and device != "cpu" and (said := _server_setting(config, shape, memory)):
+        console.print(Text(said))
     if not fits:
         console.print(Text(_remedies(config, shape, plan), style="bold"), soft_wrap=True)
     return 0 if fits else 1
@@ -67,24 +69,15 @@ def _planned_for(config: RunConfig, shape: ModelShape, device: str) -> str:
     return f"planned for {where}: {shape.parameters / 1e6:,.1f} million weights in {types}, optimizer in {master}\n"
 
 
-def _model_folder(name: str) -> Path:
-    """Where the model's config.json is: its folder, or the hub's cache."""
-    from headrace.models.catalog import resolve_model
+def _server_setting(config: RunConfig, shape: ModelShape, memory: float) -> str:
+    """What a server on the learner's device is started with; empty if there is none."""
+    from headrace.config.derived import starts_beside
+    from headrace.models.plan import server_share
 
-    folder = Path(resolve_model(name))
-    if (folder / "config.json").is_file():
-        return folder
-    try:
-        hub: Any = importlib.import_module("huggingface_hub")
-        cached = hub.try_to_load_from_cache(name, "config.json")
-    except (ImportError, ValueError):  # ValueError: no name of the hub's
-        cached = None
-    if isinstance(cached, str):
-        return Path(cached).parent
-    raise ConfigError(
-        f'the plan needs the config.json of model "{name}", and it is not here; fetch it with '
-        f"`hf download {name} config.json`"
-    )
+    if not starts_beside(config):
+        return ""
+    setting = {"vllm": "--gpu-memory-utilization", "sglang": "--mem-fraction-static"}[config.engine.name]
+    return f"its server is started with {setting} {server_share(config, shape, memory):.2f}"
 
 
 def _device(name: str) -> tuple[str, float | None]:

@@ -197,13 +197,16 @@ class EngineSection(Section):
     average. Empty: by model.dtype."""
     start_timeout_s: float = Field(default=600.0, gt=0, le=LONGEST_S)
     """Seconds until a server that Headrace starts must answer."""
+    hang_timeout_s: float = Field(default=300.0, gt=0, le=LONGEST_S)
+    """Seconds that a server may take for a call other than sampling, or sample without a single token. Then it is taken
+    for lost: it is started again, and its requests are issued again."""
 
     effects: ClassVar = declare(
         always("name", "max_model_length"),
         shared.SAMPLES("max_batch", "prefill_tokens", "kept_tokens", "weights", "compile", "threads", "health_every_s"),
         when.SEVERAL_ENGINES("replicas"),
-        when.ON_SERVERS("urls", "python", "server_args", "server_env", "api_key_env", "transport"),
-        when.ON_SERVERS("sync_tolerance", "start_timeout_s"),
+        shared.ON_SERVERS("urls", "python", "server_args", "server_env", "api_key_env", "transport"),
+        shared.ON_SERVERS("sync_tolerance", "start_timeout_s", "hang_timeout_s"),
         when.STARTS_SERVERS("replicas", "python", "server_args", "server_env", "start_timeout_s"),
         when.GIVEN_SERVERS("api_key_env"),
         when.NOT_ON_SERVERS("kept_tokens", "weights", "compile"),

@@ -112,6 +112,11 @@ def on_servers(config: RunConfig) -> bool:
     return config.engine.name in ("vllm", "sglang")
 
 
+def starts_beside(config: RunConfig) -> bool:
+    """Whether Headrace starts servers that share the learner's device."""
+    return on_servers(config) and not config.engine.urls and config.trainer.placement == "colocate"
+
+
 def is_judged(config: RunConfig) -> bool:
     """Whether there is a judger."""
     return bool(config.workflow.judger or config.judge.routes or any(one.judger for one in config.eval.sets.values()))

@@ -125,6 +125,9 @@ class BackendSection(Section):
     """Positions whose logits are held in memory at once."""
     share_prefixes: bool = True
     """Prefix sharing: compute a prefix that rows share (a group's prompt, the turns of a conversation) only once."""
+    routing_replay: bool = False
+    """Mixture-of-experts models: the learner routes each token to the experts that the engine sampled it with (R3); its
+    own router gives their weights. The engine's servers return them; prefixes are not shared."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, a third more time."""
     checkpoint_every: int = Field(default=1, ge=1, le=1000)
@@ -150,8 +153,12 @@ class BackendSection(Section):
     effects: ClassVar = declare(
         always("name", "micro_batch_tokens"),
         shared.NOT_TINKER("logits_chunk", "share_prefixes", "gradient_checkpointing", "checkpoint_every", "threads"),
+        shared.NOT_TINKER("routing_replay"),
         when.CHECKPOINTS("checkpoint_every"),
-        when.NOT_VERL("logits_chunk", "share_prefixes", "checkpoint_every"),
+        when.NOT_VERL("logits_chunk", "share_prefixes", "checkpoint_every", "routing_replay"),
+        shared.ROLLS_OUT("routing_replay"),
+        shared.ON_SERVERS("routing_replay"),
+        when.ROUTES_BY_ITSELF("share_prefixes"),
         when.RANKS("ranks", "shard", "rank_timeout_s"),
         when.FSDP("cpu_offload"),
         when.VERL("verl"),

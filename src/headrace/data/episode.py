@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import Any
 
 from headrace.data.codec import JsonData, as_tuples, copied
+from headrace.data.routing import RoutedExperts, require_routing
 from headrace.data.task import Message
 from headrace.errors import DataError
 
@@ -75,6 +76,7 @@ class ModelOutput(JsonData):
     `logprobs` are under the distribution that was sampled from (temperature, top_p, top_k); `model_logprobs` under
     the model at temperature 1, and empty if the engine does not know them. `versions` is the policy version that
     sampled each token. `call` says which of the episode's model calls it was, in the order in which they began.
+    `routed_experts` are those of prompt and completion, where the engine returns them.
     """
 
     text: str
@@ -89,9 +91,11 @@ class ModelOutput(JsonData):
     reasoning: str | None = None
     tool_calls: tuple[dict[str, Any], ...] = ()
     call: int = 0
+    routed_experts: RoutedExperts | None = None
 
     def __post_init__(self) -> None:
         as_tuples(self, "prompt_ids", "completion_ids", "logprobs", "model_logprobs", "versions", "tool_calls")
+        require_routing("ModelOutput", self.routed_experts, self.prompt_ids, self.completion_ids)
         _require_lengths(
             "ModelOutput",
             "completion_ids",
@@ -119,7 +123,8 @@ class Step(JsonData):
     `prompt_ids` may hold opaque blocks (an image) among the integers. `teacher_messages` is the prompt that a
     teacher reads instead, if the step is distilled. A demonstration has neither logprobs nor versions. `call` says
     which of the episode's model calls it was. `advantage` is to have one number per response token; a list of another
-    length is trained as zeros, with a warning.
+    length is trained as zeros, with a warning. `routed_experts` are those of prompt and response, for a learner that
+    routes tokens as the sampler did.
     """
 
     prompt_ids: tuple[Any, ...]
@@ -134,6 +139,7 @@ class Step(JsonData):
     finish_reason: str = FinishReason.STOP
     teacher_messages: tuple[Message, ...] | None = None
     call: int = 0
+    routed_experts: RoutedExperts | None = None
 
     def __post_init__(self) -> None:
         if is_number(self.advantage):
@@ -147,6 +153,7 @@ class Step(JsonData):
             if value is not None and not isinstance(value, OwnedMessages):
                 object.__setattr__(self, name, OwnedMessages.copy_of(value))
         _require_lengths("Step", "response_ids", len(self.response_ids), logprobs=self.logprobs, versions=self.versions)
+        require_routing("Step", self.routed_experts, self.prompt_ids, self.response_ids)
         if self.versions is not None and self.logprobs is None:
             raise DataError(
                 "Step: versions without logprobs; a sampled response has both, and a demonstration has neither"
@@ -173,6 +180,7 @@ class Step(JsonData):
             temperature=output.temperature,
             finish_reason=output.finish_reason,
             call=output.call,
+            routed_experts=output.routed_experts,
         )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from headrace.data.codec import JsonData, as_tuples
 from headrace.data.episode import NO_ROLLOUT, Step, Trajectory
+from headrace.data.routing import RoutedExperts, require_routing
 from headrace.errors import DataError
 
 NO_VERSION = -1  # a token that no policy sampled: prompt, tool result, demonstration
@@ -24,7 +25,8 @@ class Sample(JsonData):
     """One training row. Steps whose prompt extends the row before are merged into it.
 
     `old_logprobs` are the learner's own at the start of the batch, if several updates are made on it;
-    `reference_logprobs` are there if the objective compares with a reference, `returns` if a value head is trained.
+    `reference_logprobs` are there if the objective compares with a reference, `returns` if a value head is trained,
+    `routed_experts` if all its Steps have them.
     """
 
     tokens: tuple[Any, ...]
@@ -41,9 +43,11 @@ class Sample(JsonData):
     group_id: int = 0
     reward: float | None = None
     rollout_idx: int = NO_ROLLOUT
+    routed_experts: RoutedExperts | None = None
 
     def __post_init__(self) -> None:
         as_tuples(self, "tokens", *_PER_TARGET)
+        require_routing("Sample", self.routed_experts, self.tokens)
         targets = len(self.tokens) - 1
         for name in _PER_TARGET:
             values = getattr(self, name)
@@ -118,6 +122,7 @@ class _Row:
         self.versions: list[int] = []
         self.advantages: list[float] = []
         self.temperature = step.temperature
+        self.routed = step.routed_experts
         self.parts: list[tuple[int, int, int]] = []
         self.extend(step, place)
 
@@ -138,6 +143,10 @@ class _Row:
         self.logprobs += [0.0] * len(new_prompt) + list(step.logprobs or [0.0] * count)
         self.versions += [NO_VERSION] * len(new_prompt) + list(step.versions or [NO_VERSION] * count)
         self.advantages += [0.0] * len(new_prompt) + _advantages(step)
+        if self.routed is None or step.routed_experts is None:
+            self.routed = None
+        elif self.routed is not step.routed_experts:  # tokens keep the experts that they had when they were sampled
+            self.routed = self.routed.then(step.routed_experts)
 
 
 def _advantages(step: Step) -> list[float]:
@@ -167,6 +176,7 @@ def merge_steps(trajectory: Trajectory, **identity: Any) -> list[Sample]:
             role=trajectory.name,
             reward=trajectory.final_reward,
             rollout_idx=trajectory.rollout_idx,
+            routed_experts=row.routed,
             **identity,
         )
         for row in _rows(trajectory.steps)

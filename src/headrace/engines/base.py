@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from headrace.config import RunConfig
 from headrace.config.base import LEAST_TEMPERATURE
+from headrace.data.routing import RoutedExperts
 from headrace.errors import ConfigError
 from headrace.weights.base import Endpoint, WeightSender, WeightSource
 from headrace.weights.canary import Score
@@ -60,6 +61,8 @@ class Generation:
     versions: tuple[int, ...]
     finish_reason: str
     temperature: float
+    routed_experts: RoutedExperts | None = None
+    """Of every token but the last, if the run asks for them (`backend.routing_replay`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +131,8 @@ class EngineAbilities:
     """What it can do with the cache of sequences in flight when new weights arrive (`engine.cache_on_publish`)."""
     in_flight: bool = True
     """Sequences in flight continue with new weights; otherwise they end with those they began with."""
+    routed_experts: bool = False
+    """It returns the experts that tokens were routed to; `backend.routing_replay` needs it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from typing import Any, Self
 import numpy as np
 
 from headrace.data.episode import FinishReason
+from headrace.data.routing import RoutedExperts
 from headrace.engines.base import Generation, SamplingParams
 from headrace.errors import DataError, EngineError, PromptTooLongError
 
@@ -61,6 +62,8 @@ class Request:
     logprobs: list[float] = field(default_factory=list)
     model_logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    routed: RoutedExperts | None = None
+    """Experts of the tokens that were read so far, from servers that return them."""
     prefill_version: int = -1
     """Version under which the prompt's part of the cache was computed from the prompt alone; -1 for none."""
 
@@ -116,7 +119,19 @@ class Request:
     def start_over(self) -> None:
         """Forget what has been sampled."""
         self.ids, self.logprobs, self.model_logprobs, self.versions = [], [], [], []
+        self.routed = None
         self.prefill_version = -1
+
+    def take_routing(self, found: np.ndarray, url: str) -> None:
+        """Take over the experts [tokens, slots] of what was read, once its tokens are taken.
+
+        Those that are known already stay as they are: they are the ones that were sampled with.
+        """
+        read = len(self.prompt) + len(self.ids) - 1
+        if len(found) < read:
+            raise EngineError(f"{url} returned the experts of {len(found)} tokens, and {read} were read")
+        routed = RoutedExperts.of(found[:read])
+        self.routed = routed if self.routed is None else self.routed.then(routed)
 
     def finish_reason(self) -> str | None:
         """Why the last token ends the reply; None if it continues."""
@@ -142,6 +157,7 @@ class Request:
             versions=tuple(self.versions),
             finish_reason=str(reason),
             temperature=self.params.temperature,
+            routed_experts=self.routed,
         )
 
 

@@ -3,6 +3,7 @@ episode's Steps share with its calls."""
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -10,8 +11,9 @@ from operator import attrgetter
 from typing import Any, Final
 
 from headrace.data.episode import NO_ROLLOUT, Episode, ModelOutput, OwnedMessages, Step, Trajectory
+from headrace.data.routing import RoutedExperts
 from headrace.data.task import Message
-from headrace.ledger.pack import Packer, expand, runs, same_floats, unpack
+from headrace.ledger.pack import DamagedRecordError, Packer, expand, runs, same_floats, unpack
 from headrace.ledger.records import CallRecord
 
 FIRST_PROMPT: Final = -1
@@ -25,7 +27,7 @@ _BLANK = Step((), ())
 _OF: Final = {"of"}
 assert _STEP_FIELDS == (
     "prompt_ids", "response_ids", "logprobs", "versions", "messages", "text", "reward", "advantage", "temperature",
-    "finish_reason", "teacher_messages", "call",
+    "finish_reason", "teacher_messages", "call", "routed_experts",
 ), "_fields_of knows them in this order"  # fmt: skip
 
 
@@ -36,12 +38,14 @@ class Base:
     number: int
     tokens: tuple[Any, ...]
     messages: tuple[Message, ...]
+    routed: RoutedExperts | None = None
 
     @classmethod
     def of_call(cls, record: CallRecord) -> Base:
         """The conversation after a call."""
         output = record.output
-        return cls(record.call, output.prompt_ids + output.completion_ids, (*record.messages, output.message))
+        tokens = output.prompt_ids + output.completion_ids
+        return cls(record.call, tokens, (*record.messages, output.message), output.routed_experts)
 
 
 def shared_prefix(ours: Sequence[Any], theirs: Sequence[Any]) -> int:
@@ -82,6 +86,9 @@ def pack_call(record: CallRecord, base: Base | None) -> bytes:
     value = {"text": output.text, "messages": list(record.messages[messages:])}
     if base:
         value["base"] = [base.number, tokens, messages]
+    if (routed := output.routed_experts) is not None:
+        rows = routed.shared(base.routed) if base else 0
+        value["routed"] = [rows, _packed_routing(routed.rows(rows), packer)]
     if not output.model_logprobs and output.logprobs:
         value["unscored"] = True
     if output.content != output.text:
@@ -97,8 +104,9 @@ def unpack_call(
     body: bytes, base_of: Callable[[int], Base], call: int, finish_reason: str, temperature: float
 ) -> tuple[ModelOutput, OwnedMessages]:
     """The inverse of `pack_call`. `base_of` gives the base of a number."""
-    value, (prompt, completion, logprobs, model_logprobs, versions) = unpack(body)
-    messages = value["messages"]
+    value, arrays = unpack(body)
+    prompt, completion, logprobs, model_logprobs, versions, *_ = arrays
+    messages, base = value["messages"], None
     if "base" in value:
         number, shared_tokens, shared_messages = value["base"]
         base = base_of(number)
@@ -117,8 +125,23 @@ def unpack_call(
         reasoning=value.get("reasoning"),
         tool_calls=tuple(value.get("tool_calls", ())),
         call=call,
+        routed_experts=_unpacked_routing(value["routed"], base, arrays) if "routed" in value else None,
     )
     return output, OwnedMessages(messages)
+
+
+def _packed_routing(routed: RoutedExperts, packer: Packer) -> list[int]:
+    return [packer.numbers(array("B", routed.experts)), routed.slots, routed.width]
+
+
+def _unpacked_routing(value: Sequence[Any], base: Base | None, arrays: Sequence[Any]) -> RoutedExperts:
+    rows, (number, slots, width) = value
+    own = RoutedExperts(bytes(arrays[number]), slots, width)
+    if not rows:
+        return own
+    if base is None or base.routed is None:
+        raise DamagedRecordError("it continues the experts of a call that has none")
+    return RoutedExperts(base.routed.rows(0, rows).experts + own.experts, slots, width)
 
 
 # ---- episodes --------------------------------------------------------------------------------------------------------
@@ -162,7 +185,7 @@ def _fields_of(record: CallRecord | None) -> tuple[Any, ...]:
     said = record.output  # checked when it was made, so no Step is made to check it again
     return (
         said.prompt_ids, said.completion_ids, said.logprobs, said.versions, record.messages, said.text, None, None,
-        said.temperature, said.finish_reason, None, said.call,
+        said.temperature, said.finish_reason, None, said.call, said.routed_experts,
     )  # fmt: skip
 
 
@@ -196,6 +219,8 @@ def _packed_field(name: str, value: Any, packer: Packer) -> Any:
         return packer.integers(runs(value))
     if name in _FLOATS:
         return packer.floats(value)
+    if name == "routed_experts":
+        return _packed_routing(value, packer)
     return list(value) if isinstance(value, OwnedMessages) else value
 
 
@@ -206,4 +231,6 @@ def _unpacked_field(name: str, value: Any, arrays: Sequence[Any]) -> Any:
         return expand(arrays[value])
     if name in _INTEGERS or name in _FLOATS:
         return arrays[value]
+    if name == "routed_experts":
+        return _unpacked_routing((0, value), None, arrays)
     return OwnedMessages(value) if name in ("messages", "teacher_messages") else value

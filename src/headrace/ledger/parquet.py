@@ -29,6 +29,7 @@ _STEP = pa.struct(
         ("temperature", pa.float64()),
         ("finish_reason", pa.string()),
         ("call", pa.int64()),
+        ("routed_experts", pa.string()),
     ]
 )
 _TRAJECTORY = pa.struct([("name", pa.string()), ("reward", pa.float64()), ("steps", pa.list_(_STEP))])
@@ -88,7 +89,7 @@ def _typed(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _typed_step(step: dict[str, Any]) -> dict[str, Any]:
-    return {**step, "messages": _json(step["messages"]), "teacher_messages": _json(step["teacher_messages"])}
+    return {**step, **{name: _json(step[name]) for name in ("messages", "teacher_messages", "routed_experts")}}
 
 
 def _json(value: Any) -> str | None:

@@ -17,6 +17,7 @@ from headrace.config import Weights
 from headrace.errors import ConfigError
 from headrace.models.linear import FusedLinear
 from headrace.models.packed import PackedRows
+from headrace.models.routing import RoutingReplay
 
 
 class SlotCache(Protocol):
@@ -82,6 +83,10 @@ class CausalModel(Protocol):
 
     def hidden(self, rows: PackedRows) -> Tensor:
         """Final hidden states [N, D] of packed rows, with gradients if enabled."""
+        ...
+
+    def replay_routing(self) -> RoutingReplay:
+        """Route tokens to the experts that their rows name, from now on; ConfigError where that cannot be."""
         ...
 
     def fused_head(self) -> FusedLinear | None:

@@ -17,6 +17,7 @@ from headrace.models.modules import copy_modules, copy_weights, trained_paramete
 from headrace.models.packed import PackedRows
 from headrace.models.packed_forward import PackedForward
 from headrace.models.parts import Parts
+from headrace.models.routing import RoutingReplay
 
 OLDEST = (5, 19)
 """The transformers whose masks know rows at different positions."""
@@ -61,6 +62,10 @@ class TransformersModel:
 
     def hidden(self, rows: PackedRows) -> Tensor:
         return self._forward.hidden(rows)
+
+    def replay_routing(self) -> RoutingReplay:
+        self.shares_prefixes = False  # rows with a shared prefix may be routed differently
+        return self._forward.replay_routing()
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         return self._learner.logits(hidden_ND)

@@ -28,6 +28,7 @@ from headrace.models.linear import FusedLinear
 from headrace.models.llama_cache import LENGTH_GRAIN, LlamaCache, round_up
 from headrace.models.modules import copy_weights, trained_parameters
 from headrace.models.packed import PackedRows
+from headrace.models.routing import RoutingReplay, no_routers
 from headrace.models.tree_attention import Angles, attention_with_past, tree_attention
 
 _FAMILY = {"llama", "qwen2", "qwen3", "mistral"}
@@ -147,6 +148,9 @@ class LlamaModel:
 
     def fused_head(self) -> FusedLinear | None:
         return self._head if self._uses_fused_layers() else None
+
+    def replay_routing(self) -> RoutingReplay:
+        raise no_routers()
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         return self._head.apart(hidden_ND)

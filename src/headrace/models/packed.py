@@ -42,6 +42,8 @@ class PackedRows:
     pieces: tuple[int, ...]
     """Lengths of the pieces, which stand end to end."""
     stems: tuple[Stem, ...] = ()
+    routed_NS: Tensor | None = None
+    """Experts that the tokens are routed to, of a model that replays routing (`RoutingReplay`)."""
 
     @classmethod
     def from_rows(
@@ -77,6 +79,14 @@ class PackedRows:
         there = replace(self, ids_N=ids_N, positions_N=positions_N, where_T=where_T)
         there.__dict__["attention"] = AttentionBins(self.attention.shapes, *moved[3 : len(own)])
         return there, moved[len(own) :]
+
+    def routed_to(self, routed_NS: Tensor | None) -> PackedRows:
+        """These rows, routed to experts; they must share no prefixes."""
+        if routed_NS is None:
+            return self
+        there = replace(self, routed_NS=routed_NS)
+        there.__dict__["attention"] = self.attention  # on their device already
+        return there
 
     @cached_property
     def attention(self) -> AttentionBins:

@@ -13,6 +13,7 @@ from torch import Tensor
 from headrace.errors import ConfigError
 from headrace.models.packed import PackedRows
 from headrace.models.parts import Parts
+from headrace.models.routing import OWN, RoutingReplay
 from headrace.models.row_attention import NAME, OWN_NAME, VARLEN, Rows, needs_own_attention
 
 _log = logging.getLogger("headrace")
@@ -40,12 +41,27 @@ class PackedForward:
         self._usual: str = parts.whole.config._attn_implementation
         self._own = needs_own_attention(parts.whole)
         self.kernel = self._choose(wanted)
+        self.routing: RoutingReplay | None = None
+
+    def replay_routing(self) -> RoutingReplay:
+        """Route tokens as their rows say, from now on."""
+        if self._alone:
+            raise ConfigError(
+                "a model that reads rows one by one replays no routing; set backend.routing_replay = false"
+            )
+        self.routing = RoutingReplay(self._parts)
+        return self.routing
 
     def hidden(self, rows: PackedRows) -> Tensor:
         """States [N, D] of the distinct tokens; logits, of models whose head is not split off."""
+        self._route(rows.routed_NS)
         if self.kernel == "padded":
             return self._padded(rows)
         return self._packed(rows, self.kernel)
+
+    def _route(self, routed: Tensor | None) -> None:
+        if self.routing is not None:
+            self.routing.now = routed
 
     def _packed(self, rows: PackedRows, kernel: str) -> Tensor:
         ids_1N = rows.ids_N[None]
@@ -63,6 +79,9 @@ class PackedForward:
         if index_N is None:
             return self._parts.run(rows.ids_N.view(count, longest), use_cache=False)[0].flatten(0, 1)
         ids = rows.ids_N.new_zeros(count * longest).index_copy(0, index_N, rows.ids_N)
+        if (routed_NS := rows.routed_NS) is not None:
+            free = routed_NS.new_full((count * longest, routed_NS.shape[1]), OWN)
+            self._route(free.index_copy(0, index_N, routed_NS))
         mask = torch.zeros_like(ids).index_fill(0, index_N, 1).view(count, longest)
         padded, _ = self._parts.run(ids.view(count, longest), attention_mask=mask, use_cache=False)
         return padded.flatten(0, 1).index_select(0, index_N)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from headrace.config import RunConfig
+from headrace.config.derived import on_servers
+from headrace.errors import ConfigError
+from headrace.models.catalog import resolve_model
 
 _BYTES = {"float64": 8.0, "float32": 4.0, "bfloat16": 2.0, "nf4": 0.57, "fp4": 0.57, "int8": 1.0}
 _GIB = 2**30
 _RESERVED = 1.5 * _GIB  # the device's own: context, libraries' workspaces, fragments
+_MOST_SHARE = 0.9
 _PART = 2**28  # numbers whose state an offloaded optimizer has on the device at once
 _ACTIVATIONS = (8.5, 4.0, 1.25)
 """Numbers that the backward pass needs of each token and layer: times width, width of the feed-forward, and q, k, v.
@@ -137,18 +143,53 @@ def memory_plan(config: RunConfig, shape: ModelShape) -> MemoryPlan:
         "logits": chunk * shape.vocabulary * (size + 2 * max(4.0, size)),
         "cache": _cache(config, shape, size),
     }
-    copy = base if config.trainer.placement == "separate" else 0.0  # the engine's own weights
-    always = parts["parameters"] + parts["reference"] + parts["optimizer"] + copy + _RESERVED * (model.device != "cpu")
+    copy = base if config.trainer.placement == "separate" or on_servers(config) else 0.0  # the engine's own weights
+    always = parts["parameters"] + parts["reference"] + parts["optimizer"] + _RESERVED * (model.device != "cpu")
     stepping = min(state, _PART * (3 if masters else 2) * wide) if offload else 0.0
     learning = parts["gradients"] + max(parts["activations"] + parts["logits"], stepping)
-    beside = parts["cache"] if not _releases_cache(config) else 0.0
+    engine = parts["cache"] + copy
+    beside = 0.0 if _releases_cache(config) else engine  # a server sleeps: its weights go as well
     plan = {**parts, "weights of the engine": copy, "the device's own": _RESERVED if model.device != "cpu" else 0.0}
-    return MemoryPlan(plan, state if offload else 0.0, always + learning + beside, always + parts["cache"])
+    return MemoryPlan(plan, state if offload else 0.0, always + learning + beside, always + engine)
 
 
-def read_shape(folder: str | Path) -> ModelShape:
-    """The shape of the model in a folder."""
-    return ModelShape.of(json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")))
+def server_share(config: RunConfig, shape: ModelShape, memory: float) -> float:
+    """The part of a device's memory that each server on the learner's device may take: what the learner leaves free
+    while the server is awake. ConfigError if that is too little for its weights and cache."""
+    plan = memory_plan(config, shape)
+    engine = plan.parts["cache"] + plan.parts["weights of the engine"]
+    free = memory - (plan.generating if _releases_cache(config) else plan.training) + engine
+    if free < engine:
+        raise ConfigError(
+            f'engine "{config.engine.name}" beside the learner needs {gib(engine)}, and the learner leaves '
+            f"{gib(max(free, 0.0))} of the device's {gib(memory)}; `headrace doctor --plan` shows what takes how much; "
+            f'or set trainer.placement = "separate"'
+        )
+    share = min(free / memory, _MOST_SHARE) / config.engine.servers
+    return math.floor(100 * share) / 100
+
+
+def read_shape(name: str) -> ModelShape:
+    """The shape of a model by catalog name, folder or hub id."""
+    return ModelShape.of(json.loads((_model_folder(name) / "config.json").read_text(encoding="utf-8")))
+
+
+def _model_folder(name: str) -> Path:
+    """Where the model's config.json is: its folder, or the hub's cache."""
+    folder = Path(resolve_model(name))
+    if (folder / "config.json").is_file():
+        return folder
+    try:
+        hub: Any = importlib.import_module("huggingface_hub")
+        cached = hub.try_to_load_from_cache(name, "config.json")
+    except (ImportError, ValueError):  # ValueError: no name of the hub's
+        cached = None
+    if isinstance(cached, str):
+        return Path(cached).parent
+    raise ConfigError(
+        f'the plan needs the config.json of model "{name}", and it is not here; fetch it with '
+        f"`hf download {name} config.json`"
+    )
 
 
 def planned_types(config: RunConfig) -> tuple[str, str]:

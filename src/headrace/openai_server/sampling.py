@@ -99,6 +99,7 @@ def as_output(generation: Generation, text: str) -> ModelOutput:
         text=text, content=text, prompt_ids=generation.prompt_ids, completion_ids=generation.completion_ids,
         logprobs=generation.logprobs, model_logprobs=generation.model_logprobs, versions=generation.versions,
         finish_reason=generation.finish_reason, temperature=generation.temperature,
+        routed_experts=generation.routed_experts,
     )  # fmt: skip
 
 

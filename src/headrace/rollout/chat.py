@@ -119,6 +119,7 @@ class ChatTemplate:
             finish_reason=generation.finish_reason,
             temperature=generation.temperature,
             call=call,
+            routed_experts=generation.routed_experts,
         )
 
     def demonstration(self, messages: Sequence[Message]) -> list[Step]:

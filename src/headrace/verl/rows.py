@@ -45,6 +45,7 @@ def steps_of(
                 temperature=call.temperature,
                 finish_reason=FinishReason.LENGTH if cut and end == len(row) else call.finish_reason,
                 call=call.call,
+                routed_experts=None if call.routed_experts is None else call.routed_experts.rows(0, end - 1),
             )
         )
     return tuple(steps)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,6 +55,15 @@ class Endpoint:
     incarnation: int = 0
     """Counts restarts. A transfer group of an old incarnation is spent."""
     headers: tuple[tuple[str, str], ...] = ()
+
+
+def described(infos: Sequence[TensorInfo]) -> dict[str, list[Any]]:
+    """What receiving ends hear of the tensors that come."""
+    return {
+        "names": [info.name for info in infos],
+        "dtype_names": [info.dtype for info in infos],
+        "shapes": [list(info.shape) for info in infos],
+    }
 
 
 class Transfer(Protocol):

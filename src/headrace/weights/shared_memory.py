@@ -12,6 +12,7 @@ import math
 import mmap
 import os
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -68,7 +69,7 @@ class _Span:
         return whole[self.first : self.last].cpu().numpy()  # of a device, a copy on the host
 
 
-class SharedBuffers:
+class SharedBuffers(ABC):
     """The learner's side: it writes, the engine process reads. Who writes, and how, is the subclass's."""
 
     in_place = False
@@ -101,9 +102,9 @@ class SharedBuffers:
         buffer = self._reserved
         await self.on_learner(lambda: self.write(buffer))
 
+    @abstractmethod
     async def on_learner(self, function: Callable[[], Any]) -> Any:
         """Run it on the learner's thread."""
-        raise NotImplementedError
 
     def take_reserved(self) -> int:
         """The buffer of the version that was sent; the next one needs another."""
@@ -119,9 +120,9 @@ class SharedBuffers:
         self.copy_into(buffer)
         self._written.add(buffer)
 
+    @abstractmethod
     def copy_into(self, buffer: int) -> None:
         """Copy the learner's weights as they are now."""
-        raise NotImplementedError
 
     def content(self, buffer: int) -> np.ndarray:
         """The bytes of a buffer."""

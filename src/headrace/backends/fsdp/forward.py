@@ -10,6 +10,7 @@ from torch import Tensor
 from headrace.models.packed import PackedRows
 from headrace.models.packed_forward import PackedForward
 from headrace.models.parts import Parts
+from headrace.models.routing import RoutingReplay
 
 
 class RankForward:
@@ -34,6 +35,10 @@ class RankForward:
 
     def hidden(self, rows: PackedRows) -> Tensor:
         return self._forward.hidden(rows)
+
+    def replay_routing(self) -> RoutingReplay:
+        self.shares_prefixes = False  # rows with a shared prefix may be routed differently
+        return self._forward.replay_routing()
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         return self._parts.logits(hidden_ND)

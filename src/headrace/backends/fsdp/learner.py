@@ -71,13 +71,13 @@ class RankLearner(SendsWeights, Learner):
     def score_share(self, share: Share, of: Scorer) -> list[list[float]]:
         """Per sample of the share, the log-probability of every target."""
         if of == "policy":
-            return self._scored(share, self.model)
+            return self._scored(share, self.model, of)
         if self.config.model.lora.rank:  # the policy without its adapters is the reference
             with self.hf_model.disable_adapter():
-                return self._scored(share, self.model)
+                return self._scored(share, self.model, of)
         if self.reference is None:
             self.reference = FrozenModel(self.config.model.model_copy(update={"fast_path": False}))
-        return self._scored(share, self.reference.model)
+        return self._scored(share, self.reference.model, of)
 
     def value_share(self, share: Share) -> list[list[float]]:
         """Per sample of the share, the value head's estimate before every target."""
@@ -175,12 +175,13 @@ class RankLearner(SendsWeights, Learner):
         self.clear_gradients()
 
     @torch.no_grad()
-    def _scored(self, share: Share, model: Any) -> list[list[float]]:
+    def _scored(self, share: Share, model: Any, of: Scorer) -> list[list[float]]:
         batch, passes = self._padded(share)
         rows = [sample.tokens for sample in batch.samples]
         heat = [sample.temperature for sample in batch.samples]
         chunk = self.config.backend.logits_chunk
-        scored = self._inside(lambda: score_rows(model, rows, heat, _reporting(passes), chunk))
+        routed = self._routed(batch) if of == "policy" else None
+        scored = self._inside(lambda: score_rows(model, rows, heat, _reporting(passes), chunk, routed))
         return scored[: len(share.rows)]
 
     def _padded(self, share: Share) -> tuple[TrainBatch, tuple[tuple[int, ...], ...]]:

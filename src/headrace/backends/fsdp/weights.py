@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -55,16 +56,16 @@ class GatheredWeights:
             yield name, full(tensor).to(self._dtype or tensor.dtype)
 
 
-class SendsWeights:
+class SendsWeights(ABC):
     """What a rank does with its trained weights. Every method is called on all ranks at once."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self._transfers: dict[str, Transfer] = {}
 
+    @abstractmethod
     def gathered(self) -> GatheredWeights:
         """The trained weights as a weight sync sends them; gathering them is collective."""
-        raise NotImplementedError
 
     def write_weights(self, layout: Layout | None, path: str, writers: Sequence[int]) -> str:
         """Gather the trained weights and write them to a mapped file; their digest, on rank 0."""

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from headrace.config import ModelSection
+from headrace.data.routing import RoutedExperts
 from headrace.errors import ConfigError
 from headrace.models.causal import CausalModel, build_causal_model
 from headrace.models.load import load_model, load_tokenizer
 from headrace.models.logprobs import target_logprobs, wide_dtype
 from headrace.models.packed import PackedRows
-from headrace.models.transfer import download
+from headrace.models.routing import RoutingReplay
+from headrace.models.transfer import download, upload
 
 
 @torch.no_grad()
@@ -24,8 +26,12 @@ def score_rows(
     temperatures: Sequence[float],
     micro_batches: Iterable[Sequence[int]],
     chunk: int,
+    routed: Routed | None = None,
 ) -> list[list[float]]:
-    """For each row, the log-probability of every token but the first, at the row's temperature."""
+    """For each row, the log-probability of every token but the first, at the row's temperature.
+
+    `routed` says which experts the tokens of the rows go to, and who sees to it.
+    """
     found: list[list[float]] = [[] for _ in rows]
     for indices in micro_batches:
         chosen = [rows[i] for i in indices]
@@ -35,12 +41,24 @@ def score_rows(
             np.array([token for row in chosen for token in row[1:]], dtype=np.int64),
             np.repeat(np.array([temperatures[i] for i in indices], dtype=np.float64), counts),
         )
-        hidden_TD = model.hidden(packed)[packed.where_T]
+        hidden_TD = model.hidden(with_routing(packed, routed, indices))[packed.where_T]
         heat_T = heat_T.to(wide_dtype(hidden_TD.dtype))
         (logprobs_T,) = download([target_logprobs(model, hidden_TD, targets_T, heat_T, chunk)[0]])
         for index, part in zip(indices, logprobs_T.split(counts), strict=True):
             found[index] = part.tolist()
     return found
+
+
+Routed = tuple[RoutingReplay, Sequence[RoutedExperts | None]]
+
+
+def with_routing(packed: PackedRows, routed: Routed | None, indices: Sequence[int]) -> PackedRows:
+    """Packed rows, which are the ones with these indices, with the experts that their tokens go to."""
+    if routed is None:
+        return packed
+    replay, by_row = routed
+    experts = replay.packed([by_row[i] for i in indices], packed.lengths)
+    return packed if experts is None else packed.routed_to(upload([experts], packed.ids_N.device)[0])
 
 
 class FrozenModel:

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from headrace.backends.base import Scorer, Trained
-from headrace.backends.local.frozen import FrozenModel, score_rows
+from headrace.backends.local.frozen import FrozenModel, Routed, score_rows, with_routing
 from headrace.backends.local.host import eos_token_ids
 from headrace.backends.local.masters import MasterWeights
 from headrace.backends.local.offload import HostState
@@ -93,6 +93,7 @@ class Learner:
         self.hf_model = self._load_model()
         self.hf_model.train()
         self.model = self._new_model()
+        self.routing = self.model.replay_routing() if config.backend.routing_replay else None
         if config.backend.gradient_checkpointing:
             self._checkpoint_gradients()
         self.value_head = self._new_value_head() if config.algorithm.value_head else None
@@ -139,7 +140,8 @@ class Learner:
         """One micro-batch: forward, loss, backward."""
         samples = [batch.samples[i] for i in indices]
         weights = [batch.weights[i] for i in indices]
-        tokens = TokenTensors(samples, weights, self._loss_dtype, self.model.shares_prefixes, self.device)
+        shares = self.model.shares_prefixes
+        tokens = TokenTensors(samples, weights, self._loss_dtype, shares, self.device, self.routing)
         with explained(self.device, self.config.backend, "a micro-batch", len(tokens.rows.ids_N)):
             losses = self._losses(tokens, samples, algorithm)
             (losses.loss_M * tokens.weights_M).sum().backward()
@@ -197,7 +199,7 @@ class Learner:
         heat = [sample.temperature for sample in batch.samples]
         limits = (batch.micro_batches, self.config.backend.logits_chunk)
         if of == "policy":
-            return score_rows(self.model, rows, heat, *limits)
+            return score_rows(self.model, rows, heat, *limits, self._routed(batch))
         if self.config.model.lora.rank:  # the policy without its adapters is the reference
             # an engine on this model decodes with adapters on whatever is switched here, but scores as the learner does
             with self.scoring, self.hf_model.disable_adapter():
@@ -213,7 +215,8 @@ class Learner:
         for indices in batch.micro_batches:
             rows = [batch.samples[i].tokens[:-1] for i in indices]
             packed, _ = PackedRows.from_rows(rows, self.model.shares_prefixes).to(self.device)
-            (values_T,) = download([self._values(self.model.hidden(packed)).index_select(0, packed.where_T)])
+            hidden_ND = self.model.hidden(with_routing(packed, self._routed(batch), indices))
+            (values_T,) = download([self._values(hidden_ND).index_select(0, packed.where_T)])
             for index, part in zip(indices, values_T.split(packed.lengths), strict=True):
                 found[index] = part.tolist()
         return found
@@ -250,6 +253,10 @@ class Learner:
     def export(self, folder: Path) -> None:
         """Write an ordinary model folder in Hugging Face format."""
         export_folder(folder, self.hf_model, self.tokenizer)
+
+    def _routed(self, batch: TrainBatch) -> Routed | None:
+        """The experts that the samples' tokens were sampled with, if they are to be used."""
+        return None if self.routing is None else (self.routing, [sample.routed_experts for sample in batch.samples])
 
     def _values(self, hidden_MD: Tensor) -> Tensor:
         if self.value_head is None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from headrace.data.sample import NO_VERSION, Sample
 from headrace.models.device import CPU
 from headrace.models.packed import PackedRows
+from headrace.models.routing import RoutingReplay
 
 _NUMPY = {torch.long: np.int64, torch.float32: np.float32, torch.float64: np.float64}
 
@@ -26,7 +27,7 @@ class TokenTensors:
 
     def __init__(
         self, samples: Sequence[Sample], weights: Sequence[float], dtype: torch.dtype = torch.float32,
-        share: bool = False, device: torch.device = CPU,
+        share: bool = False, device: torch.device = CPU, routing: RoutingReplay | None = None,
     ) -> None:  # fmt: skip
         rows = PackedRows.from_rows([sample.tokens[:-1] for sample in samples], share)
         self.counts = [sum(sample.loss_mask) for sample in samples]
@@ -46,10 +47,12 @@ class TokenTensors:
             "row": self._by_row(range(len(samples)), np.int64),
             "temperatures": self._by_row([sample.temperature for sample in samples], self._kind),
             "weights": self._by_row(weights, self._kind),
+            "routed": routing.packed([sample.routed_experts for sample in samples], rows.lengths) if routing else None,
         }
         given = {name: array for name, array in arrays.items() if array is not None}
-        self.rows, moved = rows.to(device, *given.values())
+        moved_rows, moved = rows.to(device, *given.values())
         tensors = dict(zip(given, moved, strict=True))
+        self.rows = moved_rows.routed_to(tensors.get("routed"))
         self.where_M, self.targets_M, self.sampler_M = (tensors[name] for name in ("where", "targets", "sampler"))
         self.advantages_M, self.sampled_M, self.returns_M = (
             tensors[name] for name in ("advantages", "sampled", "returns")

@@ -13,11 +13,6 @@ USES_WORKFLOW = Condition(
     "objective sft trains on the tasks' own messages, and there is no evaluation set",
     "remove it, or add a section [eval.sets.NAME]",
 )
-ON_SERVERS = Condition(
-    lambda s: on_servers(s.c) or has_own({s.c.engine.name}, "engine"),
-    'it is for engines on servers ("vllm", "sglang"), and engine.name is "{c.engine.name}"',
-    "remove it, or change engine.name",
-)
 NOT_ON_SERVERS = Condition(
     lambda s: not on_servers(s.c),
     'engine "{c.engine.name}" leaves it to its servers',

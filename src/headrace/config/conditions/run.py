@@ -37,6 +37,11 @@ CHECKPOINTS = Condition(
     "backend.gradient_checkpointing is false",
     "remove it, or set backend.gradient_checkpointing = true",
 )
+ROUTES_BY_ITSELF = Condition(
+    lambda s: not s.own.routing_replay,
+    "with backend.routing_replay rows with a shared prefix may be routed differently, so no prefix is shared",
+    "remove one of the two",
+)
 FSDP = Condition(
     lambda s: s.c.backend.name == "fsdp" or has_own({s.c.backend.name}, "backend"),
     'it is for backend "fsdp", and backend.name is "{c.backend.name}"',

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.config.derived import rolls_out, varies
+from headrace.config.derived import has_own, on_servers, rolls_out, varies
 from headrace.config.effect import Condition
 
 ONE_CALL = {"single_turn", "demonstration", "preference"}
@@ -22,4 +22,9 @@ NOT_TINKER = Condition(
     lambda s: s.c.backend.name != "tinker",
     'backend "tinker" leaves it to the service',
     "remove it, or change backend.name",
+)
+ON_SERVERS = Condition(
+    lambda s: on_servers(s.c) or has_own({s.c.engine.name}, "engine"),
+    'it is for engines on servers ("vllm", "sglang"), and engine.name is "{c.engine.name}"',
+    "remove it, or change engine.name",
 )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from headrace.config import RunConfig
+from headrace.config.derived import starts_beside
 from headrace.engines.base import ModelHost, RolloutEngine, SamplingParams
 from headrace.engines.http import authorization
 from headrace.engines.pool import EnginePool
@@ -17,6 +18,8 @@ from headrace.engines.servers.engine import ServerEngine
 from headrace.engines.servers.life import ServerOptions
 from headrace.engines.servers.server import GivenServer, Server, StartedServer
 from headrace.errors import ConfigError
+from headrace.models.device import describe, resolve_device
+from headrace.models.plan import read_shape, server_share
 from headrace.weights.sender import ServerSender
 
 _MOST = 1 << 30
@@ -62,7 +65,7 @@ def _engine(config: RunConfig, options: ServerOptions, kind: ServerKind, number:
 
     def client() -> ServerClient:
         headers = authorization(section.api_key_env) if section.urls else {}
-        return ServerClient(made[0].url, headers)
+        return ServerClient(made[0].url, headers, section.hang_timeout_s)
 
     async def ask() -> None:
         one = client()
@@ -104,8 +107,28 @@ def _options(config: RunConfig, host: ModelHost, transport: str, waits: bool) ->
         sleeps=config.trainer.placement == "colocate",
         transport=transport,
         health_every_s=section.health_every_s,
+        hang_s=section.hang_timeout_s,
         waits=waits,
+        routed_experts=config.backend.routing_replay,
     )
+
+
+def memory_share(config: RunConfig, argument: str) -> float | None:
+    """The part of the learner's GPU that a server beside it may take, by the plan of `headrace doctor --plan`.
+
+    None if `argument` says so already, or if they share no GPU.
+    """
+    memory = device_memory(config)
+    own = any(given.partition("=")[0] == argument for given in config.engine.server_args)
+    if memory is None or own or not starts_beside(config):
+        return None
+    return server_share(config, read_shape(config.model.name), memory)
+
+
+def device_memory(config: RunConfig) -> float | None:
+    """Bytes of the learner's GPU; None without one."""
+    device = resolve_device(config.model.device)
+    return describe(device).memory if device.type == "cuda" else None
 
 
 def _length(wanted: int | None, longest: int | None) -> int:

@@ -25,7 +25,7 @@ class ServerRefusedError(EngineError):
 class ServerClient:
     """One server. Connections belong to the event loop that first uses them."""
 
-    def __init__(self, url: str, headers: Mapping[str, str] | None = None, timeout_s: float = 3600.0) -> None:
+    def __init__(self, url: str, headers: Mapping[str, str] | None = None, timeout_s: float = 300.0) -> None:
         self.url = url.rstrip("/")
         self.headers = dict(headers or {})
         self._headers = {"Content-Type": "application/json", **self.headers}

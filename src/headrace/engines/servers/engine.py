@@ -201,6 +201,9 @@ class ServerEngine(ServerLife):
             reissued=self._reissued,
         )
 
+    def _decodes(self) -> bool:
+        return bool(self._in_flight) and self._going.is_set() and self._up.is_set()
+
     def _state(self) -> str:
         if self._opening is None or self._up.is_set():
             return "serving"

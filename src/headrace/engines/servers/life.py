@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -17,6 +18,8 @@ from headrace.engines.servers.server import Server
 from headrace.errors import EngineError, ServerLostError
 
 _POLL_LIMIT_S = 30.0
+LONGEST_REPLY_S = 86_400.0
+"""Sampling has no limit of its own: whether it makes progress is watched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +38,12 @@ class ServerOptions:
     """Give the server's memory back while the learner works."""
     transport: str = "file"
     health_every_s: float = 2.0
+    hang_s: float = 300.0
+    """How long it may decode without a token before it is taken for lost."""
     server_stops: bool = True
     """Whether the server has a tokenizer, with which it can search for stop strings."""
+    routed_experts: bool = False
+    """Ask for the experts that tokens are routed to."""
     waits: bool = True
     """Whether requests wait for a lost server to be back; otherwise their callers get ServerLostError."""
 
@@ -52,6 +59,7 @@ class ServerLife(ABC):
         self._new_client = client
         self._client = client()
         self._options = options
+        self._poll_s = min(_POLL_LIMIT_S, options.hang_s)
         self._version = 0
         self._synced = False  # whether weights were ever sent
         self._restore: Callable[[Self], Awaitable[bool]] | None = None
@@ -64,11 +72,16 @@ class ServerLife(ABC):
         self._restarts = 0
         self._reissued = 0
         self._tokens_before = self._tokens = self._tokens_of_others = self._answered = 0
+        self._progress = (0, time.monotonic())  # tokens and answers, and when their number last changed
         self._error: EngineError | None = None
         self._closed = asyncio.Event()  # by its owner, or by an error
         self._ended = False
 
     # ---- what each kind of server has its own way of --------------------------------------------------------------
+
+    @abstractmethod
+    async def _revive(self) -> None:
+        """Have a server decode that may have been left paused, or in the middle of a weight update."""
 
     @abstractmethod
     async def _inspect(self) -> None:
@@ -84,6 +97,10 @@ class ServerLife(ABC):
 
     @abstractmethod
     async def _abort_all(self) -> None: ...
+
+    @abstractmethod
+    def _decodes(self) -> bool:
+        """Whether it has something to do that makes tokens."""
 
     @abstractmethod
     def _forget_life(self) -> None:
@@ -116,13 +133,19 @@ class ServerLife(ABC):
     async def _open(self) -> None:
         await self.server.start()
         self._client = self._new_client()  # a server may know its address only now
-        await self._greet()
+        try:
+            await self._greet()
+        except ServerLostError:  # it said that it was well, and answers nothing else
+            while not await self._replaced():
+                pass
         self._alive.set()
         self._up.set()
         self._watching = asyncio.create_task(self._watch(), name="headrace-server-watch")
 
     async def _greet(self) -> None:
         """A server that was just started, or found."""
+        if self.server.found:
+            await self._revive()
         await self._inspect()
         await self._name_version(self._version)
         self._tokens_of_others = self._answered = 0
@@ -139,8 +162,18 @@ class ServerLife(ABC):
                     if self.server.gone() is not None:
                         raise ServerLostError("the process ended")
                     self._tokens = await self._count_tokens()
+                    self._require_progress()
                 except (ServerLostError, ServerRefusedError) as error:
                     await self._lost(life, error)
+
+    def _require_progress(self) -> None:
+        """Raise ServerLostError if the server answers, and samples nothing though it is asked to."""
+        now, made = time.monotonic(), self._tokens + self._reissued
+        if made != self._progress[0] or not self._decodes():
+            self._progress = (made, now)
+        elif now - self._progress[1] > self._options.hang_s:
+            self._progress = (made, now)
+            raise ServerLostError(f"it has sampled no token for {self._options.hang_s:g} s, and it has requests")
 
     async def _lost(self, life: tuple[int, int], why: Exception) -> None:
         """Take note that a request or a check failed in a life of the server; returns when there is another."""
@@ -166,7 +199,7 @@ class ServerLife(ABC):
 
     async def _healthy(self) -> bool:
         try:
-            await self._client.get("/health", _POLL_LIMIT_S)
+            await self._client.get("/health", self._poll_s)
             return self.server.gone() is None
         except (ServerLostError, ServerRefusedError):
             return False
@@ -221,7 +254,7 @@ class ServerLife(ABC):
 
     async def _count_tokens(self) -> int:
         """Tokens that this life of the server has sampled for us."""
-        total = sum(map(float, self.tokens_pattern.findall(await self._client.get("/metrics", _POLL_LIMIT_S))))
+        total = sum(map(float, self.tokens_pattern.findall(await self._client.get("/metrics", self._poll_s))))
         return max(int(total) - self._tokens_of_others, self._answered)
 
     # ---- the end --------------------------------------------------------------------------------------------------

@@ -26,6 +26,8 @@ class Server(Protocol):
 
     incarnation: int
     """Counts restarts: answers of an old one are refused."""
+    found: bool
+    """It ran before: a run that was killed may have left it in the middle of something."""
 
     async def start(self) -> None:
         """Return when it answers; EngineError if it does not."""
@@ -64,28 +66,39 @@ async def until_healthy(url: str, limit_s: float, gone: Callable[[], str | None]
 class GivenServer:
     """A server that somebody else runs. Lost means: wait until it is back."""
 
+    found = True
+
     def __init__(self, url: str, ask: Callable[[], object], limit_s: float) -> None:
         self.url, self.incarnation = url, 0
         self._ask, self._limit_s = ask, limit_s
+        self._deaths = 0
 
     async def start(self) -> None:
         await until_healthy(self.url, self._limit_s, self.gone, self._ask)
 
     async def replace(self) -> None:
         self.incarnation += 1
+        self._deaths += 1
+        if self._deaths > _MOST_DEATHS:  # it may say that it is well, and answer nothing else
+            raise EngineError(
+                f"the server at {self.url} was lost {self._deaths} times in a row without serving a request"
+            )
         _log.warning("the server at %s is lost; waiting until it is back", self.url)
         await self.start()
 
     def gone(self) -> str | None:
         return None
 
-    def answered(self) -> None: ...
+    def answered(self) -> None:
+        self._deaths = 0
 
     async def close(self) -> None: ...
 
 
 class StartedServer:
     """A server that Headrace runs on this machine's loopback."""
+
+    found = False
 
     def __init__(
         self,

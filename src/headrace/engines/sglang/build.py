@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from headrace.config import RunConfig
 from headrace.engines.base import ModelHost, RolloutEngine
-from headrace.engines.servers.build import ServerKind, build_servers
+from headrace.engines.servers.build import ServerKind, build_servers, memory_share
 from headrace.engines.servers.checks import interpreter
 from headrace.engines.servers.life import ServerOptions
 from headrace.engines.sglang.engine import SglangEngine
@@ -41,10 +41,12 @@ class SglangLaunch:
             "max-running-requests": section.max_batch,
             "enable-metrics": True,
             "enable-memory-saver": self.options.sleeps,
+            "enable-return-routed-experts": self.options.routed_experts,
+            "mem-fraction-static": memory_share(self.config, "--mem-fraction-static"),
         }
         made = [interpreter(section.python, "SGLang") or sys.executable, "-m", "sglang.launch_server"]
         for name, value in options.items():
-            if value is False or f"--{name}" in section.server_args:  # one's own argument wins
+            if value is None or value is False or f"--{name}" in section.server_args:  # one's own argument wins
                 continue
             made += [f"--{name}"] if value is True else [f"--{name}", str(value)]
         return [*made, *section.server_args]

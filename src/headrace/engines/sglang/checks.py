@@ -19,7 +19,7 @@ _TRANSFER = {
 _SLEEP = ("/release_memory_occupation", "/resume_memory_occupation")
 
 
-async def inspect_server(client: ServerClient, transport: str, sleeps: bool) -> ServerFacts:
+async def inspect_server(client: ServerClient, transport: str, sleeps: bool, routed: bool = False) -> ServerFacts:
     """What the server is; ConfigError, with the remedy, if it lacks something."""
     url = client.url
     about = await client.get("/server_info")
@@ -35,6 +35,11 @@ async def inspect_server(client: ServerClient, transport: str, sleeps: bool) -> 
         raise ConfigError(f"{url} cannot give memory back; start it with --enable-memory-saver")
     if not about.get("enable_metrics"):
         raise ConfigError(f"{url} does not count its tokens; start it with --enable-metrics")
+    if routed and not about.get("enable_return_routed_experts"):
+        raise ConfigError(
+            f"{url} does not return the experts that it routes tokens to, which backend.routing_replay needs; start it "
+            f"with --enable-return-routed-experts, or set backend.routing_replay = false"
+        )
     await _probe(client)
     world = int(about.get("tp_size") or 1) * int(about.get("pp_size") or 1) * int(about.get("dp_size") or 1)
     model = str((await client.get("/model_info")).get("served_model_name") or about.get("model_path"))

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 
 from headrace.engines.base import Generation
 from headrace.engines.request import Request
 from headrace.engines.servers.client import ServerRefusedError
 from headrace.engines.servers.engine import ServerEngine
+from headrace.engines.servers.life import LONGEST_REPLY_S
 from headrace.engines.sglang.checks import inspect_server
 from headrace.engines.sglang.messages import generate_body, row_logprobs, score_body, take_answer
 from headrace.errors import ServerLostError
@@ -42,12 +44,14 @@ class SglangEngine(ServerEngine):
                 first = life
                 request.start_over()
             try:
-                answer = await self._client.post("/generate", generate_body(request, -1 if pinned else 0))
+                routed = self._options.routed_experts
+                body = generate_body(request, -1 if pinned else 0, routed)
+                answer = await self._client.post("/generate", body, LONGEST_REPLY_S)
                 if life != self._life():
                     self._reissued += 1
                     continue
                 had = len(request.ids)
-                reason = take_answer(request, answer, self.server.url)
+                reason = take_answer(request, answer, self.server.url, routed)
                 self._count_answer(len(request.ids) - had)
             except (ServerLostError, ServerRefusedError) as error:
                 await self._asked_in_vain(life, error)
@@ -84,8 +88,13 @@ class SglangEngine(ServerEngine):
 
     # ---- the server -----------------------------------------------------------------------------------------------
 
+    async def _revive(self) -> None:
+        with suppress(ServerRefusedError):  # what it lacks is found out next
+            await self._client.post("/continue_generation", {})
+
     async def _inspect(self) -> None:
-        facts = await inspect_server(self._client, self._options.transport, self._options.sleeps)
+        options = self._options
+        facts = await inspect_server(self._client, options.transport, options.sleeps, options.routed_experts)
         self._world = facts.world_size
 
     async def _name_version(self, version: int) -> None:

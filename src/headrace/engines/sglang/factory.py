@@ -25,6 +25,7 @@ class SglangEngines:
             pauses_to_sync=True,
             model_logprobs=False,
             cache_on_sync=("recompute",),
+            routed_experts=True,
         )
 
     def __call__(self, config: RunConfig, host: ModelHost) -> RolloutEngine:

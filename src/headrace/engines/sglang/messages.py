@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from headrace.data.episode import FinishReason
 from headrace.engines.request import Request
@@ -11,7 +14,7 @@ from headrace.engines.servers.facts import require_finite
 from headrace.errors import EngineError
 
 
-def generate_body(request: Request, priority: int) -> dict[str, Any]:
+def generate_body(request: Request, priority: int, routed: bool = False) -> dict[str, Any]:
     """A request for what is left of a completion: the tokens so far are read, like the prompt."""
     params = request.params
     sampling: dict[str, Any] = {
@@ -35,6 +38,8 @@ def generate_body(request: Request, priority: int) -> dict[str, Any]:
     }
     if is_cut(request):
         body["return_sampling_mask"] = True
+    if routed:
+        body["return_routed_experts"] = True
     return {**body, "priority": priority} if priority else body
 
 
@@ -50,7 +55,7 @@ def is_cut(request: Request) -> bool:
     return bool(params.temperature) and (params.top_p != 1.0 or bool(params.top_k))
 
 
-def take_answer(request: Request, answer: Any, url: str) -> str | None:
+def take_answer(request: Request, answer: Any, url: str, routed: bool = False) -> str | None:
     """Append what was sampled, all of it by one version; why the reply ended, or None if the server gave it up.
 
     The version is that of the server when the answer ended. No answer lives through a weight sync: a pause ends them
@@ -73,12 +78,26 @@ def take_answer(request: Request, answer: Any, url: str) -> str | None:
             f"{url} answered with {len(ids)} tokens and {len(logprobs)} log-probabilities; they must be one for one"
         )
     require_finite(logprobs, url)
+    read = len(request.prompt) + len(request.ids) + len(ids) - 1
     reason = _take(request, ids, logprobs, version)
+    if routed and ids:
+        request.take_routing(routed_experts(about.get("routed_experts"), read, url), url)
     if reason is not None:
         return reason
     if ended == "abort":
         return None
     return FinishReason.STOP if ended == "stop" else request.finish_reason() or FinishReason.STOP
+
+
+def routed_experts(encoded: Any, read: int, url: str) -> np.ndarray:
+    """Experts [tokens, slots] of every token that was read: int32 numbers in base64."""
+    try:
+        return np.frombuffer(base64.b64decode(encoded), "<i4").reshape(read, -1)
+    except (TypeError, ValueError):
+        raise EngineError(
+            f"{url} does not say which experts it routed {read} tokens to (routed_experts: {str(encoded)[:40]}); start "
+            f"it with --enable-return-routed-experts"
+        ) from None
 
 
 def _take(request: Request, ids: Sequence[int], logprobs: Sequence[float], version: int) -> str | None:

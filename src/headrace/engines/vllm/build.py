@@ -9,7 +9,7 @@ import torch
 from headrace.config import RunConfig
 from headrace.engines.base import ModelHost, RolloutEngine
 from headrace.engines.placement import engine_threads
-from headrace.engines.servers.build import ServerKind, build_servers
+from headrace.engines.servers.build import ServerKind, build_servers, memory_share
 from headrace.engines.servers.checks import interpreter
 from headrace.engines.servers.life import ServerOptions
 from headrace.engines.vllm.command import Launch
@@ -39,6 +39,8 @@ def new_launch(config: RunConfig, options: ServerOptions) -> Launch:
         sleeps=options.sleeps and not cpu,  # its CPU build refuses the option, and answers the calls
         threads=engine_threads(config) if cpu else section.threads,
         lora_rank=config.model.lora.rank,
+        routed_experts=options.routed_experts,
+        memory_share=memory_share(config, "--gpu-memory-utilization"),
         arguments=(*(("--enforce-eager",) if cpu else ()), *section.server_args),
         variables={**cpu, **expanded(section.server_env, "engine.server_env")},
     )

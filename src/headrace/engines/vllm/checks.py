@@ -18,7 +18,7 @@ _SLEEP = {"/sleep": _DEV, "/wake_up": _DEV}
 _LORA = {"/v1/load_lora_adapter": "start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"}
 
 
-async def inspect_server(client: ServerClient, transport: str, sleeps: bool) -> ServerFacts:
+async def inspect_server(client: ServerClient, transport: str, sleeps: bool, routed: bool = False) -> ServerFacts:
     """What the server is; ConfigError, with the remedy, if it lacks something."""
     url = client.url
     version = str((await client.get("/version")).get("version"))
@@ -32,11 +32,11 @@ async def inspect_server(client: ServerClient, transport: str, sleeps: bool) -> 
             raise ConfigError(f"the vLLM server at {url} has no {route}; {remedy}")
     (model,) = (await client.get("/v1/models"))["data"][:1]
     world = int((await client.get("/get_world_size"))["world_size"]) if "/get_world_size" in routes else 1
-    priorities = await _probe(client, model["id"])
+    priorities = await _probe(client, model["id"], routed)
     return ServerFacts(model["id"], model.get("max_model_len"), world, priorities)
 
 
-async def _probe(client: ServerClient, model: str) -> bool:
+async def _probe(client: ServerClient, model: str, routed: bool) -> bool:
     """Sample one token, which has the probability 1 by top_k, and see what comes back. Whether priorities work."""
     body: dict[str, Any] = {
         "model": model,
@@ -59,4 +59,9 @@ async def _probe(client: ServerClient, model: str) -> bool:
         )
     if not choice.get("weight_versions"):
         raise ConfigError(f"{client.url} does not say which weights sampled a token; use vLLM 0.32 or newer")
+    if routed and not choice.get("routed_experts"):
+        raise ConfigError(
+            f"{client.url} does not return the experts that it routes tokens to, which backend.routing_replay needs; "
+            f"start it with --enable-return-routed-experts, or set backend.routing_replay = false"
+        )
     return priorities

@@ -32,6 +32,9 @@ class Launch:
     threads: int
     lora_rank: int = 0
     lora_slots: int = 4
+    routed_experts: bool = False
+    memory_share: float | None = None
+    """Of the GPU's memory; None leaves it to vLLM."""
     tokenizer: bool = True
     arguments: tuple[str, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -50,7 +53,9 @@ class Launch:
             "max-model-len": self.max_length,
             "max-num-batched-tokens": max(self.prefill_tokens, self.max_length or 0, self.max_batch),
             "enable-sleep-mode": self.sleeps,
+            "gpu-memory-utilization": self.memory_share,
             "skip-tokenizer-init": not self.tokenizer,
+            "enable-return-routed-experts": self.routed_experts,
             "enable-lora": bool(self.lora_rank),
             "max-lora-rank": _rank(self.lora_rank) if self.lora_rank else None,
             "max-loras": self.lora_slots if self.lora_rank else None,

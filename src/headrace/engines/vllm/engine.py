@@ -17,7 +17,7 @@ from headrace.engines.request import Request
 from headrace.engines.servers.client import ServerClient, ServerRefusedError
 from headrace.engines.servers.engine import ServerEngine
 from headrace.engines.servers.facts import ServerFacts
-from headrace.engines.servers.life import ServerOptions
+from headrace.engines.servers.life import LONGEST_REPLY_S, ServerOptions
 from headrace.engines.servers.server import Server
 from headrace.engines.vllm.checks import inspect_server
 from headrace.engines.vllm.messages import (
@@ -47,7 +47,6 @@ class VllmEngine(ServerEngine):
         self._adapters = options.transport == "adapter"
         self._loaded: set[int] = set()  # versions whose adapters the server has
         self._unloading: set[asyncio.Task[None]] = set()
-        self._updating = False
 
     # ---- sampling -------------------------------------------------------------------------------------------------
 
@@ -58,8 +57,10 @@ class VllmEngine(ServerEngine):
             life, version = self._life(), self._version_for(pinned)
             self._in_flight[request] = version
             try:
-                answer = await self._client.post("/inference/v1/generate", self._body(request, version, pinned))
-                reason = take_answer(request, answer, version if self._adapters else None, self.server.url)
+                body = self._body(request, version, pinned)
+                answer = await self._client.post("/inference/v1/generate", body, LONGEST_REPLY_S)
+                one = version if self._adapters else None
+                reason = take_answer(request, answer, one, self.server.url, self._options.routed_experts)
             except AbortedError:
                 self._reissued += 1
                 request.start_over()
@@ -121,8 +122,16 @@ class VllmEngine(ServerEngine):
 
     # ---- the server -----------------------------------------------------------------------------------------------
 
+    async def _revive(self) -> None:
+        asleep = ("/wake_up",) if self._options.sleeps else ()
+        updating = ("/finish_weight_update",) if self._transfers else ()  # or some layers would be empty
+        for path in (*asleep, *updating, "/resume"):
+            with suppress(ServerRefusedError):  # nothing to finish; or it lacks the call, which is found out next
+                await self._client.post(path)
+
     async def _inspect(self) -> None:
-        self._facts = await inspect_server(self._client, self._options.transport, self._options.sleeps)
+        options = self._options
+        self._facts = await inspect_server(self._client, options.transport, options.sleeps, options.routed_experts)
 
     async def _name_version(self, version: int) -> None:
         await self._client.post("/update_weight_version", {"new_version": str(version)})
@@ -134,7 +143,6 @@ class VllmEngine(ServerEngine):
 
     def _forget_life(self) -> None:
         super()._forget_life()
-        self._updating = False
         self._loaded.clear()
 
     async def _release(self) -> None:
@@ -164,17 +172,17 @@ class VllmEngine(ServerEngine):
             await self._post("/pause?mode=keep&clear_cache=true")
         if not self._transfers:
             return
-        if self._updating:  # of an attempt that was given up
+        try:
+            await self._post("/start_weight_update")
+        except ServerRefusedError:  # an attempt that was given up is still under way
             with suppress(ServerRefusedError):
                 await self._post("/finish_weight_update")
-        await self._post("/start_weight_update")
-        self._updating = True
+            await self._post("/start_weight_update")
 
     async def end_update(self, version: int) -> None:
         self._check_usable()
         if self._transfers:
             await self._post("/finish_weight_update")
-        self._updating = False
         if self._adapters:
             self._loaded.add(version)
         await self._post("/update_weight_version", {"new_version": str(version)})

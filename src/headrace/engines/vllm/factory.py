@@ -29,6 +29,7 @@ class VllmEngines:
             model_logprobs=False,
             cache_on_sync=("keep",) if lora else ("keep", "recompute"),
             in_flight=not lora,
+            routed_experts=True,
         )
 
     def __call__(self, config: RunConfig, host: ModelHost) -> RolloutEngine:

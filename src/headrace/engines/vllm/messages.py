@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from headrace.data.episode import FinishReason
 from headrace.engines.request import Request
@@ -65,10 +69,10 @@ def token_logprob(token: int, answer: Any, url: str) -> float:
     return found
 
 
-def take_answer(request: Request, answer: Any, version: int | None, url: str) -> str:
+def take_answer(request: Request, answer: Any, version: int | None, url: str, routed: bool = False) -> str:
     """Append what was sampled, as far as the reply goes; why it ended.
 
-    Versions come with the answer, unless all tokens are of one `version`.
+    Versions come with the answer, unless all tokens are of one `version`. `routed`: so do the experts of each token.
     """
     try:
         (choice,) = answer["choices"]
@@ -84,7 +88,21 @@ def take_answer(request: Request, answer: Any, version: int | None, url: str) ->
         raise EngineError(f"{url} answered with {len(ids)} tokens and {len(logprobs)} log-probabilities")
     require_finite(logprobs, url)
     versions = [version] * len(ids) if version is not None else token_versions(spans, len(ids), url)
-    return _take(request, ids, logprobs, versions, ended)
+    reason = _take(request, ids, logprobs, versions, ended)
+    if routed:
+        request.take_routing(routed_experts(choice.get("routed_experts"), url), url)
+    return reason
+
+
+def routed_experts(encoded: Any, url: str) -> np.ndarray:
+    """Experts [tokens, layers, experts of each] of every token that was read: an .npy file in base64."""
+    try:
+        return np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
+    except (TypeError, ValueError, EOFError):
+        raise EngineError(
+            f"{url} does not say which experts it routed tokens to (routed_experts: {str(encoded)[:40]}); start it "
+            f"with --enable-return-routed-experts"
+        ) from None
 
 
 def _take(request: Request, ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[int], ended: str) -> str:

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from headrace.utils.bulk_copy import bulk_map
-from headrace.weights.base import Endpoint, TensorInfo, TensorStream
+from headrace.weights.base import Endpoint, TensorInfo, TensorStream, described
 from headrace.weights.control import control
-from headrace.weights.transfers.receipts import announced, compare_receipts
+from headrace.weights.transfers.receipts import compare_receipts
 from headrace.weights.vllm_plugin.headrace_vllm.checksum import checksum
 
 _ALIGNMENT = 64
@@ -53,7 +53,7 @@ class FileTransfer:
         update = {
             "path": str(self._path),
             "size": len(content),
-            **announced(infos),
+            **described(infos),
             "starts": starts,
         }
         before = np.cumsum([0, *workers])

@@ -12,9 +12,9 @@ from urllib.parse import urlsplit
 import torch
 
 from headrace.errors import ServerLostError, WeightSyncError
-from headrace.weights.base import Endpoint, TensorStream
+from headrace.weights.base import Endpoint, TensorStream, described
 from headrace.weights.control import control
-from headrace.weights.transfers.receipts import announced, compare_receipts
+from headrace.weights.transfers.receipts import compare_receipts
 from headrace.weights.vllm_plugin.headrace_vllm.checksum import checksum
 from headrace.weights.vllm_plugin.headrace_vllm.group import broadcast, join_group, local_address, new_store
 
@@ -44,7 +44,7 @@ class GlooTransfer:
 
     def send(self, source: TensorStream, version: int) -> str | None:
         infos = source.infos()
-        update = announced(infos)
+        update = described(infos)
         threads = ThreadPoolExecutor(max(1, len(self._groups)))
         asked = {endpoint: threads.submit(control(endpoint).receive, update) for endpoint in self._groups}
         try:

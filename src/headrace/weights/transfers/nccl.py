@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from headrace.errors import ConfigError, ServerLostError, WeightSyncError
-from headrace.weights.base import Endpoint, TensorStream
+from headrace.weights.base import Endpoint, TensorStream, described
 from headrace.weights.control import control
-from headrace.weights.transfers.receipts import announced
 from headrace.weights.transfers.torch_group import TorchGroup
 
 _CHUNK = 1 << 30
@@ -51,8 +50,7 @@ class NcclTransfer:
                 self._groups[endpoint] = self._meet(endpoint)
 
     def send(self, source: TensorStream, version: int) -> str | None:
-        infos = source.infos()
-        update = announced(infos)
+        update = described(source.infos())
         threads = ThreadPoolExecutor(max(1, len(self._groups)))
         asked = [threads.submit(control(endpoint).receive, update) for endpoint in self._groups]
         try:

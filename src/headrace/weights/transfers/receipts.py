@@ -4,21 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
 
 from headrace.errors import WeightSyncError
-from headrace.weights.base import TensorInfo
 
 _NAMED = 3
-
-
-def announced(infos: Sequence[TensorInfo]) -> dict[str, Any]:
-    """Names, types and shapes of the tensors to come, as receivers read them."""
-    return {
-        "names": [info.name for info in infos],
-        "dtype_names": [info.dtype for info in infos],
-        "shapes": [list(info.shape) for info in infos],
-    }
 
 
 def compare_receipts(names: Sequence[str], sent: Sequence[int], arrived: Sequence[int], where: str) -> str:
