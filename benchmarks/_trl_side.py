@@ -177,6 +177,7 @@ def train(work: Work, scratch: Path) -> Measurements:
     measured(trainer, work, measurements)
     trainer.train()
     if sender is not None:
+        measurements.notes["weights_by_file"] = sender.instead_of
         sender.close()
     measurements.peak_mb = peak_mb()
     checkpointing = trl.GRPOConfig.__dataclass_fields__["gradient_checkpointing"].default

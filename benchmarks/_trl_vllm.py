@@ -25,6 +25,8 @@ class FileSender:
         self._folder = folder
         self._map: mmap.mmap | None = None
         self._path = ""
+        self.instead_of = ""
+        """What TRL's client says of its own way."""
 
     def send(self, client: Any, metadata: list[tuple[str, str, list[int]]], named: Iterator[tuple[str, Any]]) -> None:
         import torch
@@ -63,8 +65,15 @@ def send_by_file() -> FileSender:
     from trl.generation.vllm_client import VLLMClient
 
     sender = FileSender()
+    by_nccl = VLLMClient.init_communicator
 
-    def join(client: Any, device: Any = None) -> None:
+    def join(client: Any, device: Any = 0) -> None:
+        try:
+            by_nccl(client, device)
+        except NotImplementedError as error:
+            sender.instead_of = str(error)
+        else:
+            raise SystemExit("TRL can send weights by its own way here; this comparison is for machines without GPUs")
         client._post(f"{client.base_url}/init_weight_transfer_engine", json={"init_info": {}})
 
     def update(client: Any, metadata: Any, named_params: Any) -> None:
