@@ -144,6 +144,7 @@ async def measure_syncs(policy: Any, backend: LocalBackend, rounds: int) -> dict
     nbytes = sum(parameter.nbytes for parameter in backend.learner.hf_model.parameters())
     source, target = np.ones(nbytes, np.uint8), np.ones(nbytes, np.uint8)
     syncs, copies = [], []
+    parts = timed(policy)
     for version in range(2, 2 + max(3, rounds)):
         began = time.perf_counter()
         await policy.sync.sync(version)
@@ -151,7 +152,29 @@ async def measure_syncs(policy: Any, backend: LocalBackend, rounds: int) -> dict
         began = time.perf_counter()
         np.copyto(target, source)
         copies.append(time.perf_counter() - began)
-    return {"bytes": nbytes, "sync_s": syncs, "copy_s": copies}
+    return {"bytes": nbytes, "sync_s": syncs, "copy_s": copies, "parts_s": parts}
+
+
+def timed(policy: Any) -> dict[str, list[float]]:
+    """What the parts of each weight sync take from now on."""
+    parts: dict[str, list[float]] = {}
+
+    def watch(owner: Any, name: str) -> None:
+        call = getattr(owner, name)
+
+        async def watched(*given: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return await call(*given)
+            finally:
+                parts.setdefault(name, []).append(time.perf_counter() - began)
+
+        setattr(owner, name, watched)
+
+    for name in ("pause", "begin_update", "end_update", "compute_logprobs", "resume"):
+        watch(policy.engine, name)
+    watch(policy.sync._sender, "send")
+    return parts
 
 
 def main() -> None:
@@ -178,6 +201,7 @@ def main() -> None:
     print(f"\nthe target is a ratio of {TARGET}")
     syncs, copies = found["sync_s"], found["copy_s"]
     print(f"weight sync of {found['bytes'] / 1e6:.0f} MB: {spread(syncs)} s; a plain copy: {spread(copies, 3)} s")
+    print("; ".join(f"{name} {spread(values, 3)} s" for name, values in found["parts_s"].items()))
     if given.json:
         out = {"model": given.model, "ratios": ratios, "target": TARGET, **found}
         given.json.write_text(json.dumps(out, indent=2) + "\n")
