@@ -21,8 +21,8 @@ from headrace.engines.placement import check_threads, takes_turns
 from headrace.models.catalog import resolve_model
 from headrace.models.tensor_threads import TensorThread
 from headrace.tracking.metrics import MetricsAggregator
-from headrace.weights.in_place import InPlace
 from headrace.weights.base import WeightSender
+from headrace.weights.in_place import InPlace
 from headrace.weights.sender import TO_SERVERS, ServerSender
 from headrace.weights.source import ModelWeights
 
