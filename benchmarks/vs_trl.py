@@ -16,7 +16,7 @@ without checkpointing, which is faster and takes more memory. TRL has its own en
 the one of accelerators. `--quick` runs the bundled model and one round of two steps.
 
 `--trl-vllm` compares with vLLM instead: Headrace with its own engine, Headrace with a vLLM server, and TRL with its
-vLLM server mode, without checkpointing. Both servers are the same build (in .venv-vllm, or of --vllm-python), started
+vLLM server mode and its defaults. Both servers are the same build (in .venv-vllm, or of --vllm-python), started
 with the same arguments, on as many threads as the learner: they take turns. TRL sends weights to its server by NCCL and
 refuses to without CUDA; here it sends them as Headrace does, by a file in memory (_trl_vllm.py).
 """
@@ -52,11 +52,11 @@ from headrace.utils.child_process import ChildProcess
 
 HEADRACE, AS_IT_COMES, FASTER = "Headrace", "TRL", "TRL, no checkpointing"
 THROUGH_TRANSFORMERS = "Headrace, forward pass of transformers"
-WITH_VLLM, TRL_WITH_VLLM = "Headrace, vLLM server", "TRL, vLLM server, no checkpointing"
+WITH_VLLM, TRL_WITH_VLLM = "Headrace, vLLM server", "TRL, vLLM server"
 PROMPT_TOKENS = 60
 WARM_UP = 1
 SHORT_STEPS = 10
-ON_THE_CPU = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+ON_THE_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 WORDS = (
     "say in your own words why a river is slow where it is wide and fast where it is narrow , then make 24 of 3 and 8"
 )
@@ -124,7 +124,8 @@ def _headrace_config(work: Work, scratch: Path) -> Any:
 
 def _vllm_section(work: Work) -> dict[str, Any]:
     length = PROMPT_TOKENS + work.new_tokens + 1
-    return {"name": "vllm", "python": work.vllm_python, "threads": work.threads, "max_model_length": length}
+    section = {"name": "vllm", "python": work.vllm_python, "threads": work.threads, "max_model_length": length}
+    return {**section, "server_env": ON_THE_CPU}
 
 
 @contextmanager
@@ -253,7 +254,7 @@ def sides_of(work: Work, python: Path, given: argparse.Namespace) -> dict[str, t
     if given.trl_vllm:
         with_vllm = replace(work, vllm_python=str(given.vllm_python))
         packages = next((given.vllm_python.parents[1] / "lib").glob("python3*")) / "site-packages"
-        theirs = replace(with_vllm, vllm_packages=str(packages))
+        theirs = replace(with_vllm, vllm_packages=str(packages), gradient_checkpointing=True)
         return {HEADRACE: (ours, work), WITH_VLLM: (ours, with_vllm), TRL_WITH_VLLM: (trl, theirs)}
     sides = {
         HEADRACE: (ours, work),

@@ -44,7 +44,7 @@ def victim(replica: Replica, what: str) -> int:
     return next(pid for pid in others if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(title.encode()))
 
 
-def until(what: str, holds: Callable[[], bool], limit_s: float = 300.0) -> None:
+def until(what: str, holds: Callable[[], bool], limit_s: float = 600.0) -> None:
     end = time.monotonic() + limit_s
     while not holds():
         if time.monotonic() > end:
