@@ -66,17 +66,22 @@ def draw_engine(found: dict[str, Any], path: Path) -> None:
     plt.close(figure)
 
 
+def run_of(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The configuration and the metrics of a run."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return json.loads((folder / "config.json").read_text()), rows
+
+
 def draw_runs(folders: Sequence[Path], path: Path) -> None:
     """Held-out pass@1 over the steps, a line for each run; asynchronous ones are dashed."""
     figure, axis = plt.subplots(figsize=(6, 3.4), layout="constrained")
     for folder in folders:
-        config = json.loads((folder / "config.json").read_text())
-        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        config, rows = run_of(folder)
         points = [(row["eval/step"], row["eval/sums/pass@1"]) for row in rows if "eval/sums/pass@1" in row]
-        separate, seed = config["trainer"]["placement"] == "separate", config["run"]["seed"]
-        label = f"{'asynchronous' if separate else 'synchronous'}, seed {seed}"
+        ahead, seed = config["trainer"]["max_staleness"] > 0, config["run"]["seed"]
+        label = f"{'asynchronous' if ahead else 'synchronous'}, seed {seed}"
         axis.plot(
-            *zip(*points, strict=True), marker="o", ms=3, ls="--" if separate else "-", color=f"C{seed}", label=label
+            *zip(*points, strict=True), marker="o", ms=3, ls="--" if ahead else "-", color=f"C{seed}", label=label
         )
     axis.set_xlabel("step")
     axis.set_ylabel("held-out pass@1")
@@ -86,11 +91,36 @@ def draw_runs(folders: Sequence[Path], path: Path) -> None:
     plt.close(figure)
 
 
+def draw_engines(folders: Sequence[Path], path: Path) -> None:
+    """Held-out pass@1 and the mean reward over the steps, a colour for each engine; asynchronous runs are dashed."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
+    colours: dict[str, str] = {}
+    for folder in folders:
+        config, rows = run_of(folder)
+        engine, ahead = config["engine"], config["trainer"]["max_staleness"] > 0
+        name = "torch" if engine["name"] == "torch" else f"{engine['name']}, {engine['replicas']} replicas"
+        name = name.replace("1 replicas", "1 server").replace("replicas", "servers")
+        style: dict[str, Any] = {"ls": "--" if ahead else "-", "color": colours.setdefault(name, f"C{len(colours)}")}
+        label = f"{name}, {'max_staleness 2' if ahead else 'synchronous'}, seed {config['run']['seed']}"
+        points = [(row["eval/step"], row["eval/sums/pass@1"]) for row in rows if "eval/sums/pass@1" in row]
+        rewards = [(row["step"], row["reward/mean"]) for row in rows if row["step"]]
+        left.plot(*zip(*points, strict=True), marker="o", ms=3, label=label, **style)
+        right.plot(*zip(*rewards, strict=True), lw=1, **style)
+    for axis, title in ((left, "held-out pass@1"), (right, "mean reward of the rollouts")):
+        axis.set_xlabel("step")
+        axis.set_title(title, fontsize=10)
+        axis.set_ylim(bottom=0)
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, fontsize=8)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--trl", type=Path, help="JSON of vs_trl.py")
     parser.add_argument("--engine", type=Path, help="JSON of engine.py")
     parser.add_argument("--runs", type=Path, nargs="+", help="run folders of examples/arithmetic_smollm2.toml")
+    parser.add_argument("--engines", type=Path, nargs="+", help="the same with different engines")
     parser.add_argument("--out", type=Path, default=Path("docs/images"))
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
@@ -98,9 +128,12 @@ def main() -> None:
         if source:
             draw(json.loads(source.read_text()), given.out / name)
             print(given.out / name)
-    if given.runs:
-        draw_runs(given.runs, given.out / "arithmetic_seeds.png")
-        print(given.out / "arithmetic_seeds.png")
+    for folders, name, draw in (
+        (given.runs, "arithmetic_seeds.png", draw_runs), (given.engines, "arithmetic_engines.png", draw_engines),
+    ):  # fmt: skip
+        if folders:
+            draw(folders, given.out / name)
+            print(given.out / name)
 
 
 if __name__ == "__main__":

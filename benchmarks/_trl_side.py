@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from _trl_vllm import send_by_file
+
 NO_TOKEN = -1
 
 
@@ -34,6 +36,12 @@ class Work:
     gradient_checkpointing: bool = False
     fast_path: bool = True
     """Whether Headrace's side uses its own forward pass, or that of transformers as TRL does."""
+    vllm_python: str | None = None
+    """The interpreter of an environment with vLLM, if Headrace's side samples with a vLLM server."""
+    vllm_url: str | None = None
+    """The vLLM server that TRL's side samples with, if it does."""
+    vllm_packages: str | None = None
+    """Where TRL's side then finds vLLM's package, which its client imports."""
 
     @property
     def rows(self) -> int:
@@ -73,6 +81,8 @@ def settings(work: Work, scratch: Path) -> Any:
     """The same algorithm as Headrace's side, without logging and saving."""
     from trl import GRPOConfig
 
+    no_end = {"eos_token_id": NO_TOKEN}
+    by_server = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": work.vllm_url}
     return GRPOConfig(
         output_dir=str(scratch),
         max_steps=work.steps,
@@ -81,7 +91,8 @@ def settings(work: Work, scratch: Path) -> Any:
         steps_per_generation=1,
         num_generations=work.group_size,
         max_completion_length=work.new_tokens,
-        generation_kwargs={"eos_token_id": NO_TOKEN},
+        generation_kwargs={"ignore_eos": True} if work.vllm_url else no_end,
+        **(by_server if work.vllm_url else {}),
         temperature=1.0,
         top_p=1.0,
         top_k=0,
@@ -123,6 +134,9 @@ def measured(trainer: Any, work: Work, measurements: Measurements) -> None:
         if not bool(batch["advantages"].any()):
             raise SystemExit("all of TRL's advantages are 0, so that it has nothing to learn")
         measurements.generated_tokens.append(int(mask.sum()))
+        if "importance_sampling_ratio" in batch:  # near 1 if the server samples with the learner's weights
+            apart = float((batch["importance_sampling_ratio"] - 1).abs().max())
+            measurements.notes.setdefault("ratio_apart_from_1", []).append(apart)
         measurements.rewards.append(sum(reward(batch["completion_ids"].tolist())) / work.rows)
         return batch
 
@@ -149,6 +163,7 @@ def train(work: Work, scratch: Path) -> Measurements:
     from datasets import Dataset
 
     torch.set_num_threads(work.threads)
+    sender = send_by_file() if work.vllm_url else None
     trainer = trl.GRPOTrainer(
         model=work.model,
         reward_funcs=reward,
@@ -161,9 +176,12 @@ def train(work: Work, scratch: Path) -> Measurements:
     measurements = Measurements()
     measured(trainer, work, measurements)
     trainer.train()
+    if sender is not None:
+        measurements.notes["weights_by_file"] = sender.instead_of
+        sender.close()
     measurements.peak_mb = peak_mb()
     checkpointing = trl.GRPOConfig.__dataclass_fields__["gradient_checkpointing"].default
-    measurements.notes = {
+    measurements.notes |= {
         "trl": trl.__version__,
         "transformers": transformers.__version__,
         "torch": torch.__version__,
@@ -181,7 +199,10 @@ def main() -> None:
     if len(sys.argv) != 3:
         raise SystemExit("this is one side of a comparison; run `python benchmarks/vs_trl.py`")
     given, wanted = Path(sys.argv[1]), Path(sys.argv[2])
-    measurements = train(Work(**json.loads(given.read_text())), wanted.parent / "trl")
+    work = Work(**json.loads(given.read_text()))
+    if work.vllm_packages:
+        sys.path.append(work.vllm_packages)  # at the end: all that TRL's own environment has comes from there
+    measurements = train(work, wanted.parent / "trl")
     wanted.write_text(json.dumps(asdict(measurements)))
 
 

@@ -4,10 +4,10 @@
                                        [--vllm-python PYTHON] [--json FILE] [--quick]
 
 One vLLM server, the same requests twice: by `VllmEngine`, and by a bare asyncio client that writes the same bodies to
-open connections and reads the answers as JSON. They alternate. Shown are tokens per second, and the ratio of the two
-in the same round. Then weight syncs by transport "file", with their proofs, against a plain copy of as many bytes.
-Medians, with the lowest and the highest. Without `--vllm-python` the environment .venv-vllm is used, and made if it is
-not there.
+open connections and reads the answers as JSON. They alternate. Shown are tokens per second, the ratio of the two in
+the same round, and the processor time of the client's side per token: on few cores it is taken from the server. Then
+weight syncs by transport "file", with their proofs, against a plain copy of as many bytes. Medians, with the lowest and
+the highest. Without `--vllm-python` the environment .venv-vllm is used, and made if it is not there.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import json
 import random
 import tempfile
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -70,24 +71,36 @@ def prompts(count: int, vocabulary: int, seed: int) -> list[list[int]]:
     return [[rng.randrange(3, vocabulary) for _ in range(PROMPT)] for _ in range(count)]
 
 
-async def by_headrace(engine: VllmEngine, rows: list[list[int]], tokens: int) -> float:
+@dataclass(frozen=True)
+class Clock:
+    """When work began, by the clock on the wall and by this process's own."""
+
+    wall: float = field(default_factory=time.perf_counter)
+    own: float = field(default_factory=time.process_time)
+
+    def rate(self, tokens: int) -> tuple[float, float]:
+        """Tokens per second, and microseconds of this process per token."""
+        return tokens / (time.perf_counter() - self.wall), 1e6 * (time.process_time() - self.own) / tokens
+
+
+async def by_headrace(engine: VllmEngine, rows: list[list[int]], tokens: int) -> tuple[float, float]:
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)
-    began = time.perf_counter()
+    clock = Clock()
     made = await asyncio.gather(*(engine.generate(row, params, seed) for seed, row in enumerate(rows)))
-    return sum(len(one.completion_ids) for one in made) / (time.perf_counter() - began)
+    return clock.rate(sum(len(one.completion_ids) for one in made))
 
 
-async def by_bare_client(engine: VllmEngine, rows: list[list[int]], tokens: int) -> float:
+async def by_bare_client(engine: VllmEngine, rows: list[list[int]], tokens: int) -> tuple[float, float]:
     params = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, max_tokens=tokens, stop=(), ignore_eos=True)
     limit = engine.max_model_length
     made = [Request.new(tuple(row), params, seed, limit, frozenset(), None) for seed, row in enumerate(rows)]
     bodies = [generate_body(one, "policy", "bare", False, 0) for one in made]
     client = BareClient(engine.server.url)
-    began = time.perf_counter()
+    clock = Clock()
     counts = await asyncio.gather(*map(client.generate, bodies))
-    took = time.perf_counter() - began
+    rate = clock.rate(sum(counts))
     client.close()
-    return sum(counts) / took
+    return rate
 
 
 async def measure(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -111,7 +124,7 @@ async def measure(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     try:
         await policy.sync.sync(1)
         vocabulary = backend.learner.hf_model.config.vocab_size
-        rates: dict[int, list[tuple[float, float]]] = {count: [] for count in given.in_flight}
+        rates: dict[int, list[tuple[Any, Any]]] = {count: [] for count in given.in_flight}
         await by_headrace(engine, prompts(8, vocabulary, 99), 4)
         for number in range(given.rounds):
             for count in given.in_flight:
@@ -131,6 +144,7 @@ async def measure_syncs(policy: Any, backend: LocalBackend, rounds: int) -> dict
     nbytes = sum(parameter.nbytes for parameter in backend.learner.hf_model.parameters())
     source, target = np.ones(nbytes, np.uint8), np.ones(nbytes, np.uint8)
     syncs, copies = [], []
+    parts = timed(policy)
     for version in range(2, 2 + max(3, rounds)):
         began = time.perf_counter()
         await policy.sync.sync(version)
@@ -138,7 +152,29 @@ async def measure_syncs(policy: Any, backend: LocalBackend, rounds: int) -> dict
         began = time.perf_counter()
         np.copyto(target, source)
         copies.append(time.perf_counter() - began)
-    return {"bytes": nbytes, "sync_s": syncs, "copy_s": copies}
+    return {"bytes": nbytes, "sync_s": syncs, "copy_s": copies, "parts_s": parts}
+
+
+def timed(policy: Any) -> dict[str, list[float]]:
+    """What the parts of each weight sync take from now on."""
+    parts: dict[str, list[float]] = {}
+
+    def watch(owner: Any, name: str) -> None:
+        call = getattr(owner, name)
+
+        async def watched(*given: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return await call(*given)
+            finally:
+                parts.setdefault(name, []).append(time.perf_counter() - began)
+
+        setattr(owner, name, watched)
+
+    for name in ("pause", "begin_update", "end_update", "compute_logprobs", "resume"):
+        watch(policy.engine, name)
+    watch(policy.sync._sender, "send")
+    return parts
 
 
 def main() -> None:
@@ -155,13 +191,17 @@ def main() -> None:
         found = asyncio.run(measure(given, Path(folder)))
     rows, ratios = [], {}
     for count, pairs in found["rates"].items():
-        ratios[count] = [ours / bare for ours, bare in pairs]
-        ours, bare = ([pair[i] for pair in pairs] for i in (0, 1))
-        rows.append([str(count), spread(ours, 0), spread(bare, 0), spread(ratios[count])])
-    print_table(["in flight", "Headrace, tokens/s", "bare client, tokens/s", "ratio"], rows)
+        ratios[count] = [ours[0] / bare[0] for ours, bare in pairs]
+        columns = [[pair[side][which] for pair in pairs] for which in (0, 1) for side in (0, 1)]
+        ours, bare, ours_us, bare_us = (spread(column, 0) for column in columns)
+        rows.append([str(count), ours, bare, spread(ratios[count]), ours_us, bare_us])
+    sides = ("Headrace", "bare client")
+    rates, times = ([f"{side}, {what}" for side in sides] for what in ("tokens/s", "µs/token"))
+    print_table(["in flight", *rates, "ratio", *times], rows)
     print(f"\nthe target is a ratio of {TARGET}")
     syncs, copies = found["sync_s"], found["copy_s"]
     print(f"weight sync of {found['bytes'] / 1e6:.0f} MB: {spread(syncs)} s; a plain copy: {spread(copies, 3)} s")
+    print("; ".join(f"{name} {spread(values, 3)} s" for name, values in found["parts_s"].items()))
     if given.json:
         out = {"model": given.model, "ratios": ratios, "target": TARGET, **found}
         given.json.write_text(json.dumps(out, indent=2) + "\n")

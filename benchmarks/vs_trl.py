@@ -1,6 +1,7 @@
 """The same GRPO work in Headrace and in TRL: seconds per step, tokens per second, memory.
 
-    python benchmarks/vs_trl.py [--rounds 2] [--steps 4] [--models smollm2-135m,bundled] [--json FILE] [--quick]
+    python benchmarks/vs_trl.py [--rounds 2] [--steps 4] [--models smollm2-135m,bundled] [--trl-vllm] [--json FILE]
+                                [--quick]
 
 Prints a Markdown table. Both sides have the same weights, prompts (the same ids), group size, number of sampled tokens
 (the end of sequence is ignored), reward, loss and optimizer, in float32 on two threads; on-policy, one update per
@@ -13,6 +14,11 @@ one piece, the fused optimizer and no logging. It runs with its defaults, which 
 without checkpointing, which is faster and takes more memory. TRL has its own environment, created in .venv-trl unless
 --trl-python names one. `--transformers-forward` adds a side: Headrace with the forward pass of transformers, which is
 the one of accelerators. `--quick` runs the bundled model and one round of two steps.
+
+`--trl-vllm` compares with vLLM instead: Headrace with its own engine, Headrace with a vLLM server, and TRL with its
+vLLM server mode and its defaults. Both servers are the same build (in .venv-vllm, or of --vllm-python), started
+with the same arguments, on as many threads as the learner: they take turns. TRL sends weights to its server by NCCL and
+refuses to without CUDA; here it sends them as Headrace does, by a file in memory (_trl_vllm.py).
 """
 
 from __future__ import annotations
@@ -22,11 +28,14 @@ import json
 import random
 import sys
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
+from urllib.request import urlopen
 
 from _arguments import STOPPED, parsed
 from _environments import HERE, checked, environment, with_module
@@ -35,14 +44,19 @@ from tokenizers import Tokenizer
 
 from headrace import Model, Task
 from headrace.config.loading import build_config
+from headrace.engines.servers.server import free_port
+from headrace.engines.vllm.command import Launch
 from headrace.errors import HeadraceError
 from headrace.models.catalog import resolve_model
+from headrace.utils.child_process import ChildProcess
 
 HEADRACE, AS_IT_COMES, FASTER = "Headrace", "TRL", "TRL, no checkpointing"
 THROUGH_TRANSFORMERS = "Headrace, forward pass of transformers"
+WITH_VLLM, TRL_WITH_VLLM = "Headrace, vLLM server", "TRL, vLLM server"
 PROMPT_TOKENS = 60
 WARM_UP = 1
 SHORT_STEPS = 10
+ON_THE_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 WORDS = (
     "say in your own words why a river is slow where it is wide and fast where it is narrow , then make 24 of 3 and 8"
 )
@@ -103,8 +117,41 @@ def _headrace_config(work: Work, scratch: Path) -> Any:
             "optimizer": {"lr": work.learning_rate},
             "trainer": {"steps": work.steps, "batch_size": work.prompts_per_step, "save_last": False},
             "track": {"plot": False},
+            **({"engine": _vllm_section(work)} if work.vllm_python else {}),
         }
     )
+
+
+def _vllm_section(work: Work) -> dict[str, Any]:
+    length = PROMPT_TOKENS + work.new_tokens + 1
+    section = {"name": "vllm", "python": work.vllm_python, "threads": work.threads, "max_model_length": length}
+    return {**section, "server_env": ON_THE_CPU}
+
+
+@contextmanager
+def vllm_server(work: Work, scratch: Path) -> Iterator[str]:
+    """The URL of a server that is started as Headrace's side starts its own."""
+    section = build_config({"engine": _vllm_section(work)}).engine
+    launch = Launch(
+        python=section.python, model=work.model, dtype="float32", transport="file",
+        max_length=(section.max_model_length or 0) + 1, max_batch=section.max_batch,
+        prefill_tokens=section.prefill_tokens, sleeps=False, threads=section.threads,
+        arguments=("--enforce-eager",), variables=ON_THE_CPU,
+    )  # fmt: skip
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    child = ChildProcess(launch.command(port), launch.environment(), scratch / "vllm.log")
+    try:
+        end = time.monotonic() + 300
+        while True:
+            with suppress(OSError), urlopen(f"{url}/health", timeout=5):
+                break
+            if child.exit_code() is not None or time.monotonic() > end:
+                raise SystemExit(f"the vLLM server did not start:\n{child.last_output()}")
+            time.sleep(0.5)
+        yield url
+    finally:
+        child.end()
 
 
 @dataclass(frozen=True)
@@ -186,12 +233,12 @@ def run_side(name: str, command: list[str], work: Work) -> Measurements:
     """One process of one side."""
     with tempfile.TemporaryDirectory() as scratch:
         given, wanted = Path(scratch) / "work.json", Path(scratch) / "measurements.json"
-        given.write_text(json.dumps(asdict(work)))
-        threads = str(work.threads)
-        checked(
-            [*command, str(given), str(wanted)], f"{name} failed on {work.model}", "see what it said",
-            OMP_NUM_THREADS=threads, HF_HUB_OFFLINE="1",
-        )  # fmt: skip
+        with vllm_server(work, Path(scratch)) if work.vllm_packages else nullcontext() as url:
+            given.write_text(json.dumps(asdict(replace(work, vllm_url=url))))
+            checked(
+                [*command, str(given), str(wanted)], f"{name} failed on {work.model}", "see what it said",
+                OMP_NUM_THREADS=str(work.threads), HF_HUB_OFFLINE="1",
+            )  # fmt: skip
         measurements = Measurements(**json.loads(wanted.read_text()))
     expected = [work.rows * work.new_tokens] * work.steps
     if measurements.generated_tokens != expected:
@@ -201,20 +248,31 @@ def run_side(name: str, command: list[str], work: Work) -> Measurements:
     return measurements
 
 
+def sides_of(work: Work, python: Path, given: argparse.Namespace) -> dict[str, tuple[list[str], Work]]:
+    """The command and the work of every side, ours first."""
+    ours, trl = [sys.executable, __file__, "--headrace-side"], [str(python), str(HERE / "_trl_side.py")]
+    if given.trl_vllm:
+        with_vllm = replace(work, vllm_python=str(given.vllm_python))
+        packages = next((given.vllm_python.parents[1] / "lib").glob("python3*")) / "site-packages"
+        theirs = replace(with_vllm, vllm_packages=str(packages), gradient_checkpointing=True)
+        return {HEADRACE: (ours, work), WITH_VLLM: (ours, with_vllm), TRL_WITH_VLLM: (trl, theirs)}
+    sides = {
+        HEADRACE: (ours, work),
+        AS_IT_COMES: (trl, replace(work, gradient_checkpointing=True)),
+        FASTER: (trl, work),
+    }
+    if given.transformers_forward:
+        sides[THROUGH_TRANSFORMERS] = (ours, replace(work, fast_path=False))
+    return sides
+
+
 def compare(model: str, python: Path, given: argparse.Namespace) -> dict[str, Any]:
     """All rounds with one model: prints its rows, returns all measurements."""
     measured = given.steps * (SHORT_STEPS if model == "bundled" and not given.quick else 1)
     folder, steps = resolve_model(model), WARM_UP + measured
     prompts, ids = make_prompts(folder, steps * Work.prompts_per_step)
     work = Work(folder, prompts, ids, steps)
-    trl = [str(python), str(HERE / "_trl_side.py")]
-    sides = {
-        HEADRACE: ([sys.executable, __file__, "--headrace-side"], work),
-        AS_IT_COMES: (trl, replace(work, gradient_checkpointing=True)),
-        FASTER: (trl, work),
-    }
-    if given.transformers_forward:
-        sides[THROUGH_TRANSFORMERS] = (sides[HEADRACE][0], replace(work, fast_path=False))
+    sides = sides_of(work, python, given)
     processes: dict[str, list[Measurements]] = {name: [] for name in sides}
     for _ in range(given.rounds):
         for name, (command, its_work) in sides.items():
@@ -240,6 +298,8 @@ def main() -> None:
     parser.add_argument(
         "--transformers-forward", action="store_true", help="also Headrace with model.fast_path = false, as on a GPU"
     )
+    parser.add_argument("--trl-vllm", action="store_true", help="both sides with vLLM servers")
+    parser.add_argument("--vllm-python", type=Path, help="interpreter of an environment with vLLM")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--headrace-side", nargs=2, type=Path, help=argparse.SUPPRESS)
@@ -256,7 +316,13 @@ def main() -> None:
         raise SystemExit(str(error)) from None
     option = "--trl-python"
     python = with_module(given.trl_python, "trl", option) if given.trl_python else environment("trl", option)
-    others = [AS_IT_COMES, FASTER, *([THROUGH_TRANSFORMERS] if given.transformers_forward else [])]
+    if given.trl_vllm:
+        chosen, name = given.vllm_python, "--vllm-python"
+        # not resolved: a link to the interpreter is what tells Python where its environment is
+        given.vllm_python = with_module(chosen, "vllm", name) if chosen else environment("vllm", name, exact=True)
+        others = [WITH_VLLM, TRL_WITH_VLLM]
+    else:
+        others = [AS_IT_COMES, FASTER, *([THROUGH_TRANSFORMERS] if given.transformers_forward else [])]
     print(f"| model | | {HEADRACE} | {' | '.join(f'{side} | {HEADRACE} better by' for side in others)} |")
     print("| --- " * (3 + 2 * len(others)) + "|")
     found = {model: compare(model, python, given) for model in models}

@@ -327,6 +327,22 @@ def test_evaluation_keeps_one_replica_at_its_version() -> None:
     run_virtual(work())
 
 
+def test_an_evaluation_waits_for_a_second_replica_that_is_being_started() -> None:
+    async def work() -> None:
+        pool, (first, second), sync = new_pool()
+        await sync.sync(1)
+        first.kill()
+        assert await pool.pin() == 1
+        assert all(one.serves for one in pool.replicas)
+        await pool.unpin()
+        second.kill(for_good=True)
+        pool.replicas[1].gone = EngineError("it cannot be started")
+        with pytest.raises(EngineError, match="1 of 2 replicas are left, and evaluation beside training needs one"):
+            await pool.pin()
+
+    run_virtual(work())
+
+
 def test_the_loss_of_the_only_replica_with_a_pinned_version_is_explained() -> None:
     async def work() -> None:
         pool, engines, sync = new_pool(2)

@@ -10,6 +10,7 @@ import pytest
 
 from headrace.errors import EngineError, WeightSyncError
 from headrace.weights.base import SyncedWeights
+from headrace.weights.canary import Canary
 from headrace.weights.sync import WeightSync
 
 
@@ -100,6 +101,57 @@ def test_the_learner_reads_its_weights_while_they_travel() -> None:
             meanwhile.set()
 
     assert Slow().sync(1).digest == "first"
+
+
+class Steps(Ends):
+    """An engine that needs a canary, and a learner that makes a step at one of the moments of a restoration."""
+
+    moment = "never"
+
+    def _maybe_step(self, moment: str) -> None:
+        if moment == self.moment:
+            self.learner = "a step later"
+
+    async def send(self, version: int) -> None:
+        self._maybe_step("before it sends")
+        await super().send(version)
+        self._maybe_step("after it sent")
+
+    async def end_update(self, version: int) -> None:  # type: ignore[override]
+        await super().end_update(version)
+
+    async def digest(self) -> str:
+        found = await super().digest()
+        if self.sent:
+            self._maybe_step("before the canary")
+        return found
+
+    async def score(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
+        return [[-float(len(self.learner))] for _ in rows]
+
+    async def compute_logprobs(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
+        return [[-float(len(self.decoded))] for _ in rows]
+
+
+@pytest.mark.parametrize(
+    ("moment", "restored"),
+    [("never", True), ("before it sends", False), ("after it sent", False), ("before the canary", True)],
+)
+def test_a_step_during_a_restoration_is_no_fault_and_never_gets_the_old_version(moment: str, restored: bool) -> None:
+    async def work() -> None:
+        ends = Steps()
+        sync = WeightSync(ends, ends, ends, Canary(((1, 2),), ends.score, 0.1), pauses=True)
+        await sync.sync(1)
+        ends.decoded, ends.sent, ends.moment = "loaded", "", moment  # its server was started again
+        assert await sync.restore(ends) is restored
+        if restored:
+            assert ends.decoded == "first" and not ends.served.paused
+        else:
+            assert ends.served.paused  # nothing is sampled until the next sync
+            await sync.sync(2)
+            assert ends.decoded == "a step later" and not ends.served.paused
+
+    asyncio.run(work())
 
 
 class SendsNothing(Ends):

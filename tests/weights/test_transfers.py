@@ -5,10 +5,13 @@ from __future__ import annotations
 import base64
 import json
 import pickle
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -21,6 +24,7 @@ from headrace.weights.base import Endpoint
 from headrace.weights.control import call
 from headrace.weights.source import NamedTensors
 from headrace.weights.transfers.adapter import AdapterTransfer
+from headrace.weights.transfers.file import FileTransfer
 from headrace.weights.transfers.ipc import IpcTransfer
 from headrace.weights.transfers.nccl import NcclTransfer
 from headrace.weights.transfers.receipts import compare_receipts
@@ -63,6 +67,31 @@ def test_chunks_hold_all_tensors_in_order() -> None:
         assert [name for chunk in chunks for name, _ in chunk] == list(tensors)
         assert all(len(chunk) == 1 or sum(t.nbytes for _, t in chunk) <= most for chunk in chunks)
     assert [(i.name, i.dtype, i.shape, i.nbytes) for i in stream.infos()][:1] == [("t0", "float32", (10,), 40)]
+
+
+def test_the_file_of_weights_is_read_by_others_and_gone_with_its_owner() -> None:
+    transfer = FileTransfer()
+    script = "import os, sys; file = os.open(sys.argv[1], os.O_RDWR); print(os.pread(file, 24, 0).hex())"
+    read: list[bytes] = []
+
+    def answer(asked: Received) -> Answer:
+        if asked.path == "/update_weights":
+            info = asked.body["update_info"]
+            done = subprocess.run([sys.executable, "-c", script, info["path"]], capture_output=True, text=True)
+            read.append(bytes.fromhex(done.stdout.strip()))
+            with open(info["path"], "r+b") as file:  # a receiver that takes everything
+                file.seek(info["receipts"])
+                file.write(np.array([checksum(tensor) for tensor in TENSORS.values()]).tobytes())
+        return Answer({})
+
+    with serving(answer) as server:
+        transfer.open([Endpoint(server.url)])
+        assert transfer.send(NamedTensors(TENSORS), 1) == transfer.send(NamedTensors(TENSORS), 2)
+        path = server.asked[1].body["update_info"]["path"]
+    assert read == [TENSORS["a.weight"].numpy().tobytes()] * 2
+    assert Path(path).exists()
+    transfer.close()
+    assert not Path(path).exists()
 
 
 class Broadcasts:

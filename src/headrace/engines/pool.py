@@ -259,18 +259,28 @@ class EnginePool:
         if self._pinned_version is not None:
             raise EngineError(f"version {self._pinned_version} is pinned already; call unpin before pinning another")
         if self._pins_one:
-            serving = [one for one in self.replicas if one.serves]
-            if len(serving) < 2:
-                raise EngineError(
-                    f"{len(serving)} of {len(self.replicas)} replicas serve, and evaluation beside training needs one "
-                    f"for itself; raise engine.replicas"
-                )
+            serving = await self._two_that_serve()
             self._pinned = min(serving, key=lambda one: (one.in_flight, -one.number))
             self._pinned_version = await self._pinned.engine.pin()
         else:
             versions = {version for _, version in await self._all(lambda engine: engine.pin())}
             self._pinned_version = max(versions)
         return self._pinned_version
+
+    async def _two_that_serve(self) -> list[Replica]:
+        """One to pin and one for the rest; waits for replicas that are being started."""
+        while True:
+            self._check_usable()
+            left = [one for one in self.replicas if one.gone is None]
+            if len(left) < 2:
+                raise EngineError(
+                    f"{len(left)} of {len(self.replicas)} replicas are left, and evaluation beside training needs one "
+                    f"for itself; raise engine.replicas"
+                )
+            serving = [one for one in left if one.serves]
+            if len(serving) > 1:
+                return serving
+            await asyncio.sleep(_POLL_S)
 
     async def unpin(self) -> None:
         if self._pinned_version is None:

@@ -40,8 +40,10 @@ class CanaryCheck:
         self._canary = canary
         self._last: tuple[int, list[float]] | None = None
 
-    async def learner_scores(self) -> list[float]:
-        """The learner's, on its weights as they are now."""
+    async def learner_scores(self, again: int | None = None) -> list[float]:
+        """The learner's, on its weights as they are now; those of the last version `again`, if it may have left it."""
+        if self._last is not None and self._last[0] == again:
+            return self._last[1]
         return _flat(await self._canary.score(self._canary.rows))
 
     async def prove(self, version: int, ours: list[float], engine_score: Score, arrived: bool) -> float:

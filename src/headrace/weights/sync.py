@@ -147,20 +147,26 @@ class WeightSync:
         if pauses:
             await engine.pause()
         await engine.begin_update(version)
-        # the learner reads its weights while they travel: a proof takes as long as a copy
-        ours, (arrived, theirs) = await asyncio.gather(self._source.digest(), self._send(engine, version))
-        if expected not in (None, ours):
-            return ours
+        if expected is None:
+            # the learner reads its weights while they travel: a proof takes as long as a copy
+            ours, (arrived, theirs) = await asyncio.gather(self._source.digest(), self._send(engine, version))
+        else:  # the learner may make a step at any moment: the weights that it has after sending are those that it sent
+            arrived, theirs = await self._send(engine, version)
+            ours = await self._source.digest()
+            if ours != expected:
+                return ours
         self._prove(version, engine.health().version, ours, theirs)
         if self._canary is not None:
-            self.canary_difference = await self._prove_by_rows(self._canary, engine, version, arrived is not None)
+            scores = await self._canary.learner_scores(None if expected is None else version)
+            self.canary_difference = await self._prove_by_rows(scores, engine, version, arrived is not None)
         if pauses:  # after the proof: no token is sampled with weights that are not the learner's
             await engine.resume()
         return ours
 
-    async def _prove_by_rows(self, canary: CanaryCheck, engine: Updatable, version: int, arrived: bool) -> float:
+    async def _prove_by_rows(self, scores: list[float], engine: Updatable, version: int, arrived: bool) -> float:
         """The largest difference. A replica that fails is replaced, as long as there is one that does not."""
-        scores, found = await canary.learner_scores(), list[float]()
+        canary, found = self._canary, list[float]()
+        assert canary is not None
         failed: list[tuple[Updatable, WeightSyncError | ServerLostError]] = []
         for one in engine.synced() if isinstance(engine, Replicated) else (engine,):
             try:

@@ -21,8 +21,9 @@ from headrace.engines.base import ModelHost
 from headrace.engines.placement import check_threads, takes_turns
 from headrace.models.tensor_threads import TensorThread
 from headrace.tracking.metrics import MetricsAggregator
+from headrace.weights.base import WeightSender
 from headrace.weights.in_place import InPlace
-from headrace.weights.sender import TO_SERVERS
+from headrace.weights.sender import TO_SERVERS, ServerSender
 from headrace.weights.source import ModelWeights
 
 T = TypeVar("T")
@@ -39,6 +40,7 @@ class LocalBackend:
         self.tokenizer = self.learner.tokenizer
         self._weights = ModelWeights(self.learner.hf_model, self._on_worker)
         self._in_place = InPlace(self.learner.model, self._worker, self.learner.scoring)
+        self._sender: WeightSender | None = None
         self._copied: State | None = None  # of the last snapshot, whose memory the next one uses
 
     @staticmethod
@@ -56,7 +58,9 @@ class LocalBackend:
         return self.learner.where
 
     def host(self, transport: str) -> ModelHost:
-        return new_host(transport, self.tokenizer, self.learner.hf_model, self._in_place, self._weights)
+        host = new_host(transport, self.tokenizer, self.learner.hf_model, self._in_place, self._weights)
+        self._sender = host.sender
+        return host
 
     async def forward_backward(self, batch: TrainBatch, algorithm: AlgorithmSection) -> Trained:
         return await self._on_worker(lambda: self.learner.forward_backward(batch, algorithm))
@@ -91,6 +95,8 @@ class LocalBackend:
 
     async def close(self) -> None:
         await asyncio.to_thread(self._worker.join)
+        if isinstance(self._sender, ServerSender):
+            self._sender.close()
 
     async def _on_worker(self, function: Callable[[], T]) -> T:
         return await asyncio.wrap_future(self._worker.submit(function))

@@ -131,14 +131,20 @@ class StartedServer:
         await until_healthy(self.url, self._limit_s, self.gone, self._ask)
 
     async def replace(self) -> None:
-        self._deaths += 1
-        how = self.gone() or f"{self._name} does not answer"
-        if self._deaths > _MOST_DEATHS:
-            raise EngineError(f"{self._name} died {self._deaths} times in a row without serving a request; {how}")
-        _log.warning("%s is lost and is started again: %s", self._name, how.splitlines()[0])
-        await self._end()
-        self.incarnation += 1
-        await self.start()
+        while True:
+            self._deaths += 1
+            how = self.gone() or f"{self._name} does not answer"
+            if self._deaths > _MOST_DEATHS:
+                raise EngineError(f"{self._name} died {self._deaths} times in a row without serving a request; {how}")
+            _log.warning("%s is lost and is started again: %s", self._name, how.splitlines()[0])
+            await self._end()
+            self.incarnation += 1
+            try:
+                return await self.start()
+            except EngineError:
+                if self.gone() is None:  # it runs and does not answer in all the time that it has
+                    raise
+            # it died before it served: once more, since what killed it may be over (a machine short of memory)
 
     def gone(self) -> str | None:
         code = self._child.exit_code() if self._child else None

@@ -7,8 +7,7 @@ import os
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -27,10 +26,9 @@ _NOTHING = 0
 class FileTransfer:
     """Writes the tensors once, whatever the number of servers. A restarted server takes them from the same file."""
 
-    def __init__(self, folder: Path | None = None) -> None:
-        memory = Path("/dev/shm")
-        self._folder = folder or (memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir()))
-        self._path: Path | None = None
+    def __init__(self) -> None:
+        self._file: BinaryIO | None = None
+        self._path = ""
         self._map: mmap.mmap | None = None
         self._endpoints: list[Endpoint] = []
         self._joined: set[Endpoint] = set()
@@ -51,7 +49,7 @@ class FileTransfer:
         receipts = content[size:].view(np.int64).reshape(sum(workers), len(infos))
         receipts[:] = _NOTHING
         update = {
-            "path": str(self._path),
+            "path": self._path,
             "size": len(content),
             **described(infos),
             "starts": starts,
@@ -71,20 +69,26 @@ class FileTransfer:
         return digest
 
     def close(self) -> None:
-        if self._path is not None:
-            with suppress(OSError):
-                self._path.unlink()
-        self._path = self._map = None
+        if self._file is not None:
+            self._file.close()
+        self._file = self._map = None
 
     def _content(self, size: int) -> np.ndarray:
         if self._map is None or len(self._map) != size:
             self.close()
-            file, name = tempfile.mkstemp(prefix="headrace-weights-", dir=self._folder)
-            self._path = Path(name)
-            os.ftruncate(file, size)
-            self._map = mmap.mmap(file, size)
-            os.close(file)
+            self._file, self._path = _new_file()
+            os.ftruncate(self._file.fileno(), size)
+            self._map = mmap.mmap(self._file.fileno(), size)
         return np.frombuffer(self._map, dtype=np.uint8)
+
+
+def _new_file() -> tuple[BinaryIO, str]:
+    """A file in memory and where servers find it. It has no name that a killed process could leave behind."""
+    if hasattr(os, "memfd_create"):
+        file = os.memfd_create("headrace-weights")
+        return os.fdopen(file, "r+b", buffering=0), f"/proc/{os.getpid()}/fd/{file}"
+    named = tempfile.NamedTemporaryFile(prefix="headrace-weights-")  # noqa: SIM115  (it is held until close)
+    return named, named.name  # type: ignore[return-value]
 
 
 def _layout(infos: Sequence[TensorInfo]) -> tuple[list[int], int]:
