@@ -14,6 +14,7 @@ from headrace.config.derived import (
     is_judged,
     longest_reply,
     on_servers,
+    places_engines,
     places_judgers,
     places_learners,
     reads_old,
@@ -21,6 +22,7 @@ from headrace.config.derived import (
     rolls_out,
     samples_as_learned,
     saves,
+    starts_engines,
     trains_own,
     uses_workflow,
     varies,
@@ -249,10 +251,10 @@ JUDGED_ON_RAY = Condition(
     'remove it, or set judge.placement = "ray"',
 )
 PLACES = Condition(
-    lambda s: places_learners(s.c) or places_judgers(s.c),
-    'no part of the run is placed on a cluster: backend "{c.backend.name}" runs on this machine, and judge.placement '
-    'is "local"',
-    'remove it, or set backend.name = "fsdp" or "verl", or judge.placement = "ray"',
+    lambda s: places_learners(s.c) or places_judgers(s.c) or places_engines(s.c),
+    'no part of the run is placed on a cluster: backend "{c.backend.name}" runs on this machine, judge.placement is '
+    '"local", and cluster.engine is empty',
+    'remove it, or set backend.name = "fsdp" or "verl", judge.placement = "ray", or cluster.engine',
 )
 ON_RAY = Condition(
     lambda s: bool(s.own.address),
@@ -261,6 +263,11 @@ ON_RAY = Condition(
 )
 RAY_LEARNERS = Condition(
     lambda s: places_learners(s.c), 'backend "{c.backend.name}" runs in the trainer\'s own process'
+)
+RAY_ENGINES = Condition(
+    lambda s: starts_engines(s.c),
+    "the engine shares the learner's process or bundle, runs at engine.urls already, or is the service's",
+    'remove it, or set trainer.placement = "separate" with an engine that Headrace starts',
 )
 RAY_JUDGERS = Condition(
     lambda s: places_judgers(s.c), 'judge.placement is "local"', 'remove it, or set judge.placement = "ray"'

@@ -53,14 +53,18 @@ class Replica:
 class EnginePool:
     """Made on any thread; from its first call on it belongs to the event loop of that call.
 
-    `pins_one`: the replicas have one version at a time, so a pin keeps one of them out of weight syncs.
+    `pins_one`: the replicas have one version at a time, so a pin keeps one of them out of weight syncs. `release` is
+    called when all are closed.
     """
 
     routes: Literal[True] = True
 
-    def __init__(self, engines: Sequence[RolloutEngine], pins_one: bool = False) -> None:
+    def __init__(
+        self, engines: Sequence[RolloutEngine], pins_one: bool = False, release: Callable[[], None] = lambda: None
+    ) -> None:
         self.replicas = [Replica(number, engine) for number, engine in enumerate(engines)]
         self._pins_one = pins_one
+        self._release = release
         self._pinned: Replica | None = None
         self._pinned_version: int | None = None
         self._in_pin = 0
@@ -325,3 +329,4 @@ class EnginePool:
     async def close(self) -> None:
         self._closed = True
         await asyncio.gather(*(one.engine.close() for one in self.replicas), return_exceptions=True)
+        await asyncio.to_thread(self._release)

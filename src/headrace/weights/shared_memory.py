@@ -75,9 +75,11 @@ class SharedBuffers:
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        self.files = [_anonymous_file(self.layout.size) for _ in range(BUFFERS)]
+        self.files = [anonymous_file(self.layout.size) for _ in range(BUFFERS)]
         self._maps = [mmap.mmap(file, self.layout.size) for file in self.files]
         self._written: set[int] = set()
+        self.writes = [0] * BUFFERS
+        """How often each was written."""
         self._reserved: int | None = None
         self._to_take = 0
         self._readers: list[Callable[[], Collection[int | None]]] = []
@@ -118,6 +120,7 @@ class SharedBuffers:
         """Copy the learner's weights as they are now into a buffer."""
         self.copy_into(buffer)
         self._written.add(buffer)
+        self.writes[buffer] += 1
 
     def copy_into(self, buffer: int) -> None:
         """Copy the learner's weights as they are now."""
@@ -296,7 +299,13 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def _anonymous_file(size: int) -> int:
+def mapped(file: int, size: int) -> mmap.mmap:
+    """A buffer's memory."""
+    return mmap.mmap(file, size)
+
+
+def anonymous_file(size: int) -> int:
+    """A file that has no name, and is gone with the last process that has it open."""
     if hasattr(os, "memfd_create"):
         file = os.memfd_create("headrace-weights")
     else:
