@@ -70,13 +70,13 @@ def test_replicas_on_nodes_give_the_bits_of_replicas_here(
     monkeypatch.setattr(placed, "RayLaunch", lambda *given: on_ray.RayLaunch(*given, shares=shares))
     seen: list[Any] = []
 
-    def look(run: Any) -> None:
-        (one,) = open_placements()
-        seen.append((one.what, len(set(one.node_names()))))
-        seen.append([shown.what for shown in cluster_status(str(cluster.address)).placements])
+    class Looks(Callback):
+        def on_train_start(self, trainer: Any) -> None:
+            (one,) = open_placements()
+            seen.append((one.what, len(set(one.node_names()))))
+            seen.append([shown.what for shown in cluster_status(str(cluster.address)).placements])
 
-    looks = Hits(1, 0.0, look)
-    result = UnifiedTrainer(run_values(tmp_path, **on(cluster)), callbacks=[looks]).fit()
+    result = UnifiedTrainer(run_values(tmp_path, **on(cluster)), callbacks=[Looks()]).fit()
     assert synced(result.run_dir) == expected
     assert open_placements() == []
     assert seen == [("engine", 2), ["engine"]]
