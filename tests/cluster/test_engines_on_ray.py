@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-import random
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,19 +46,26 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 class Hits(Callback):
-    """Does something to the run's engines after the beginning of a step, beside it."""
+    """Does something to the run's engines at the beginning of a step, and two steps later waits until all serve."""
 
-    def __init__(self, step: int, after_s: float, hit: Any) -> None:
-        self._step, self._after_s, self._hit = step, after_s, hit
-        self.done = False
+    def __init__(self, step: int, hit: Callable[[Any], None]) -> None:
+        self._step, self._hit = step, hit
 
     def on_train_start(self, trainer: Any) -> None:
         self.run = trainer._run
 
-    def on_batch_start(self, step: int) -> None:
-        if step == self._step and not self.done:
-            self.done = True
-            threading.Timer(self._after_s, lambda: self._hit(self.run)).start()
+    async def on_batch_start(self, step: int) -> None:
+        if step == self._step:
+            self._hit(self.run)
+        if step == self._step + 2:
+            end = time.monotonic() + 200
+            while not (self.restarts and all(one.state == "serving" for one in self.run.engine.health().replicas)):
+                assert time.monotonic() < end
+                await asyncio.sleep(0.05)
+
+    @property
+    def restarts(self) -> int:
+        return self.run.engine.health().restarts
 
 
 @pytest.mark.parametrize("shares", [True, False])
@@ -82,18 +88,12 @@ def test_replicas_on_nodes_give_the_bits_of_replicas_here(
     assert seen == [("engine", 2), ["engine"]]
 
 
-def test_killed_engine_actors_change_nothing(cluster: Cluster, expected: Any, tmp_path: Path) -> None:
-    for seed in range(3):
-        rng = random.Random(seed)
-
-        def kill(run: Any, rng: random.Random = rng) -> None:
-            with suppress(ProcessLookupError):
-                os.kill(rng.choice(run.engine.replicas).engine.pid, signal.SIGKILL)
-
-        hits = Hits(rng.randrange(3), rng.uniform(0.0, 0.5), kill)
-        result = UnifiedTrainer(run_values(tmp_path / str(seed), **on(cluster)), callbacks=[hits]).fit()
-        assert hits.done and synced(result.run_dir) == expected, f"seed {seed}"
-        assert hits.run.engine.health().restarts >= 1
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_killed_engine_actor_changes_nothing(cluster: Cluster, expected: Any, tmp_path: Path, which: int) -> None:
+    """The other serves meanwhile. It comes back after weight syncs that it has missed."""
+    hits = Hits(1, lambda run: os.kill(run.engine.replicas[which].engine.pid, signal.SIGKILL))
+    result = UnifiedTrainer(run_values(tmp_path, **on(cluster)), callbacks=[hits]).fit()
+    assert synced(result.run_dir) == expected and hits.restarts == 1
 
 
 def test_ranks_and_replicas_share_the_nodes(cluster: Cluster, tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_an_asynchronous_run_keeps_its_account(cluster: Cluster, tmp_path: Path)
     values["trainer"]["max_staleness"] = 2
     _, account = synced(UnifiedTrainer(values).fit().run_dir)
     settled = account.trained + account.filtered + account.failed + account.stale + account.pending
-    assert account.dispatched == settled and account.trained + account.filtered >= 64
+    assert account.dispatched == settled and account.trained + account.filtered >= 96
 
 
 def test_a_lost_node_takes_a_replica_which_comes_back_elsewhere(
@@ -125,7 +125,7 @@ def test_a_lost_node_takes_a_replica_which_comes_back_elsewhere(
         spare.start()
         cluster.remove_node(extra, allow_graceful=False)
 
-    hits = Hits(1, 0.1, lose)
+    hits = Hits(1, lose)
     result = UnifiedTrainer(run_values(tmp_path, **section), callbacks=[hits]).fit()
     spare.join()
-    assert synced(result.run_dir) == expected and hits.run.engine.health().restarts >= 1
+    assert synced(result.run_dir) == expected and hits.restarts >= 1

@@ -38,7 +38,7 @@ def two_raylets() -> Iterator[Cluster]:
     nodes.shutdown()
 
 
-def run_values(folder: Path, steps: int = 4, **sections: dict[str, Any]) -> dict[str, Any]:
+def run_values(folder: Path, steps: int = 6, **sections: dict[str, Any]) -> dict[str, Any]:
     """A small deterministic run; sections are merged into it."""
     values: dict[str, Any] = {
         "run": {"dir": str(folder), "name": "run", "deterministic": True},
@@ -53,7 +53,7 @@ def run_values(folder: Path, steps: int = 4, **sections: dict[str, Any]) -> dict
     return {name: {**values.get(name, {}), **sections.get(name, {})} for name in {*values, *sections}}
 
 
-def synced(folder: Path, steps: int = 4) -> tuple[list[str | None], Any]:
+def synced(folder: Path, steps: int = 6) -> tuple[list[str | None], Any]:
     """Fingerprints of the weights of all versions, and the account."""
     ledger = Ledger.read(folder)
     found = [ledger.weight_sync(version) for version in range(1, steps + 1)]

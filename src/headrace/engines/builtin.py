@@ -78,6 +78,7 @@ def _in_process(config: RunConfig, host: ModelHost) -> RolloutEngine:
         threads=engine_threads(config),
     )
     weights = _sender(host, SharedBuffers)
+    weights.grow(section.replicas)
     if places_engines(config):
         return load_object("headrace.engines.process.placed:placed_engines")(config, weights, options)
     if section.replicas == 1:

@@ -37,7 +37,7 @@ class Replica:
     gone: EngineError | None = None
     """Why it will not come back."""
     stale: bool = False
-    """It was pinned, and the next weight sync has to bring it the current version."""
+    """It was pinned or away during a weight sync, and has to be brought the current version."""
 
     @property
     def reachable(self) -> bool:
@@ -73,6 +73,8 @@ class EnginePool:
         self._updating: list[Replica] = []
         self._restore: Restore | None = None
         self._restarts = self._reissued = 0
+        self._version = 0  # of the last weight sync
+        self._catching_up: set[asyncio.Task[None]] = set()
         self._closed = False
 
     # ---- sampling -------------------------------------------------------------------------------------------------
@@ -122,10 +124,31 @@ class EnginePool:
                 found = [self._pinned]
             else:
                 found = [one for one in self.replicas if one.serves and one is not self._pinned]
+            found = [one for one in found if one is self._pinned or not self._is_behind(one)]
             if found:
                 number = choose(affinity, [one.number for one in found], lambda n: self.replicas[n].in_flight)
                 return self.replicas[number]
+            self._note_ends()
             await asyncio.sleep(_POLL_S)
+
+    def _is_behind(self, replica: Replica) -> bool:
+        """Whether it has come back by itself with weights that are not the newest; it is brought these."""
+        if self._restore is None or replica.engine.health().version >= self._version:
+            return False
+        replica.stale = True
+        task = asyncio.create_task(self._catch_up(replica), name="headrace-pool-catch-up")
+        self._catching_up.add(task)
+        task.add_done_callback(self._catching_up.discard)
+        return True
+
+    async def _catch_up(self, replica: Replica) -> None:
+        """If the learner has moved on, or it is lost once more, the next weight sync brings it the newest."""
+        life = replica.life
+        try:
+            replica.stale = not await self._restored(replica.engine)
+        except EngineError as error:
+            if not self._note_loss(replica, life, error):
+                raise
 
     # ---- loss -----------------------------------------------------------------------------------------------------
 
@@ -151,6 +174,14 @@ class EnginePool:
         self._check_usable()
         return True
 
+    def _note_ends(self) -> None:
+        """Nobody asks a replica that is being started, so nobody hears that it could not be."""
+        for one in self.replicas:
+            why = one.engine.health().error
+            if one.gone is None and why is not None:
+                one.gone = EngineError(why)
+                _log.warning("replica %d does not come back: %s", one.number, why)
+
     def _check_usable(self) -> None:
         if self._closed:
             raise EngineError("the engine is closed")
@@ -161,6 +192,7 @@ class EnginePool:
     async def recovered(self) -> None:
         """Return when there is a replica to talk to."""
         while not any(one.reachable for one in self.replicas):
+            self._note_ends()
             self._check_usable()
             await asyncio.sleep(_POLL_S)
 
@@ -250,6 +282,7 @@ class EnginePool:
         self._updating = [one for one, _ in ended]
         for one in self._updating:
             one.stale = False
+        self._version = version
         prints = {fingerprint for _, fingerprint in ended}
         if len(prints) > 1:
             found = ", ".join(f"{one.number}: {fingerprint}" for one, fingerprint in ended)
@@ -328,5 +361,7 @@ class EnginePool:
 
     async def close(self) -> None:
         self._closed = True
+        for task in self._catching_up:
+            task.cancel()
         await asyncio.gather(*(one.engine.close() for one in self.replicas), return_exceptions=True)
         await asyncio.to_thread(self._release)

@@ -1,8 +1,9 @@
 """Transport "shared_memory": trained weights in memory that learner and engine process share.
 
 There are three buffers: the one that the engine decodes with, the one that the next version is written to, and one
-more while weights are pinned. Each is an anonymous file: it has no name that could be left behind, is not bound by
-the size of /dev/shm, takes memory only once it is written to, and is gone with the last process that has it open.
+more while weights are pinned; of several engines, one more for each. Each is an anonymous file: it has no name that
+could be left behind, is not bound by the size of /dev/shm, takes memory only once it is written to, and is gone with
+the last process that has it open.
 On the CPU the engine decodes with the buffers themselves. To and from a device, weights are copied through them.
 """
 
@@ -28,6 +29,7 @@ from headrace.utils.bulk_copy import THREADS, bulk_map
 from headrace.weights.source import ModelWeights
 
 BUFFERS = 3
+"""For one engine process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +91,17 @@ class SharedBuffers:
         any number of them."""
         self._readers.append(uses)
 
+    def grow(self, readers: int) -> None:
+        """Before processes are started: one that comes back late may need a version that no other has any more."""
+        for _ in range(len(self.files), readers + BUFFERS - 1):
+            self.files.append(anonymous_file(self.layout.size))
+            self._maps.append(mmap.mmap(self.files[-1], self.layout.size))
+            self.writes.append(0)
+
     def reserve(self, used: Collection[int | None]) -> None:
         """Choose the buffer of the next version: not one in use, and rather one that has memory already."""
         taken = {*used, *(buffer for uses in self._readers for buffer in uses())}
-        free = [buffer for buffer in range(BUFFERS) if buffer not in taken]
+        free = [buffer for buffer in range(len(self.files)) if buffer not in taken]
         self._reserved = min(free, key=lambda buffer: (buffer not in self._written, buffer))
         self._to_take = max(1, len(self._readers))
 

@@ -47,7 +47,7 @@ class ServerActor:
             probe.bind((host, 0))
             port = probe.getsockname()[1]
         made = launch.listening(host, token)
-        path = log if log.parent.is_dir() else Path(tempfile.mkdtemp(prefix="headrace-engines-")) / log.name
+        path = log if log.parent.parent.is_dir() else Path(tempfile.mkdtemp(prefix="headrace-engines-")) / log.name
         self._child = ChildProcess(made.command(port), made.environment(), path)
         return f"http://{host}:{port}"
 
