@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 import socket
 import tempfile
@@ -50,6 +51,10 @@ class ServerActor:
         path = log if log.parent.parent.is_dir() else Path(tempfile.mkdtemp(prefix="headrace-engines-")) / log.name
         self._child = ChildProcess(made.command(port), made.environment(), path)
         return f"http://{host}:{port}"
+
+    def pid(self) -> int:
+        """Of this actor's process, with which the server ends."""
+        return os.getpid()
 
     def ended(self) -> str:
         """Returns when the server has ended: how, and the end of its log."""
@@ -107,7 +112,7 @@ class RayServer:
         while True:
             self._kill()
             remote: Any = ray.remote  # whose types do not know all that it takes
-            kind = remote(concurrency_groups={"watch": 1}, max_restarts=0)(ServerActor)
+            kind = remote(concurrency_groups={"watch": 2}, max_restarts=0)(ServerActor)
             try:
                 self._actor = kind.options(**self._options()).remote()
                 asked = self._actor.start.remote(self._launch, self.token, self._log)
