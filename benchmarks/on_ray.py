@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from _arguments import parsed
 from _environments import environment, with_module
@@ -51,7 +52,7 @@ def two_raylets(memory_mb: int = 400) -> Iterator[str]:
     except ImportError:
         sys.exit('Ray is not installed: pip install -e ".[ray]" -c constraints.txt')
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    each = {"num_cpus": 4, "object_store_memory": memory_mb * 2**20}
+    each: dict[str, Any] = {"num_cpus": 4, "object_store_memory": memory_mb * 2**20}
     nodes = Cluster(initialize_head=True, head_node_args={**each, "include_dashboard": False})
     nodes.add_node(**each)
     nodes.wait_for_nodes()

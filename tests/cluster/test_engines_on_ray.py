@@ -41,7 +41,7 @@ def on(nodes: Cluster, **more: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The same run with engine processes on this machine."""
-    sections = {"engine": {"replicas": 2, "threads": 1}}
+    sections: dict[str, Any] = {"engine": {"replicas": 2, "threads": 1}}
     return synced(UnifiedTrainer(run_values(tmp_path_factory.mktemp("here"), **sections)).fit().run_dir)
 
 
@@ -98,7 +98,7 @@ def test_a_killed_engine_actor_changes_nothing(cluster: Cluster, expected: Any, 
 
 def test_ranks_and_replicas_share_the_nodes(cluster: Cluster, tmp_path: Path) -> None:
     sections = on(cluster, learner={"CPU": 0.5})
-    ranks = {"backend": {"name": "fsdp", "ranks": 2, "threads": 1}}
+    ranks: dict[str, Any] = {"backend": {"name": "fsdp", "ranks": 2, "threads": 1}}
     there = UnifiedTrainer(run_values(tmp_path / "there", **sections, **ranks)).fit()
     here = UnifiedTrainer(run_values(tmp_path / "here", engine={"replicas": 2, "threads": 1}, **ranks)).fit()
     assert synced(there.run_dir) == synced(here.run_dir)

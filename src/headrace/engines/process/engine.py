@@ -219,8 +219,9 @@ class ProcessEngine:
         except OSError:
             return ready
         try:
-            for buffer in {*self._used(), self._next} - {None}:
-                await asyncio.to_thread(self._child.fill, buffer)
+            for buffer in {*self._used(), self._next}:
+                if buffer is not None:
+                    await asyncio.to_thread(self._child.fill, buffer)
             writer.write(
                 encode(Open(self._options, self._weights.layout, self._live, self._pinned, paused=self._paused))
             )

@@ -71,7 +71,8 @@ class RayServer:
         self, name: str, launch: PortableLaunch, options: Callable[[], Mapping[str, Any]], log: Path,
         ask: Callable[[], object], limit_s: float, patience_s: float,
     ) -> None:  # fmt: skip
-        self.url, self.incarnation = _NOWHERE, 0
+        self.url: str = _NOWHERE
+        self.incarnation = 0
         self.token = secrets.token_hex(32)
         self._name, self._launch, self._options = name, launch, options
         self._log, self._ask, self._limit_s, self._patience_s = log, ask, limit_s, patience_s
@@ -116,7 +117,7 @@ class RayServer:
             try:
                 self._actor = kind.options(**self._options()).remote()
                 asked = self._actor.start.remote(self._launch, self.token, self._log)
-                self.url = ray.get(asked, timeout=max(1.0, end - time.monotonic()))
+                self.url = str(ray.get(asked, timeout=max(1.0, end - time.monotonic())))
                 self._ended = self._actor.ended.options(concurrency_group="watch").remote()
                 return
             except GetTimeoutError:
