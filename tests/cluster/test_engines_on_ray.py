@@ -20,11 +20,11 @@ ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
 
 from ray.cluster_utils import Cluster  # noqa: E402  # pyright: ignore[reportMissingImports]
-from two_raylets import add_node, run_values, synced, two_raylets  # noqa: E402
 
 from headrace.cluster.placement import open_placements  # noqa: E402
 from headrace.cluster.status import cluster_status  # noqa: E402
 from headrace.engines.process import on_ray, placed  # noqa: E402
+from two_raylets import add_node, run_values, synced, two_raylets  # noqa: E402
 
 
 @pytest.fixture(scope="module")
