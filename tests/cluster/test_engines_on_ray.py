@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -117,15 +116,8 @@ def test_a_lost_node_takes_a_replica_which_comes_back_elsewhere(
     cluster: Cluster, expected: Any, tmp_path: Path
 ) -> None:
     """Last: it takes a node away."""
-    extra = add_node(cluster, 1, resources={"seat": 1})
-    spare = threading.Thread(target=lambda: (time.sleep(20), add_node(cluster, 1, resources={"seat": 1})))
+    _, lost = (add_node(cluster, 1, resources={"seat": 1}) for _ in range(2))
+    hits = Hits(1, lambda run: cluster.remove_node(lost, allow_graceful=False))
     section = on(cluster, engine={"CPU": 0.5, "seat": 0.5})
-
-    def lose(run: Any) -> None:
-        spare.start()
-        cluster.remove_node(extra, allow_graceful=False)
-
-    hits = Hits(1, lose)
     result = UnifiedTrainer(run_values(tmp_path, **section), callbacks=[hits]).fit()
-    spare.join()
     assert synced(result.run_dir) == expected and hits.restarts >= 1
