@@ -74,7 +74,7 @@ class CheckpointError(BackendError):
 
 
 class SnapshotLostError(BackendError):
-    """A copy of the state that was being written is lost with the processes that held it; the run has gone on."""
+    """A copy of the state that was being written is lost with the processes that held it; the run continues."""
 
 
 class WorkflowError(HeadraceError, RuntimeError):

@@ -49,7 +49,7 @@ class EngineProcess(WorkerProcess):
         return self.connection
 
     def fill(self, buffer: int) -> None:
-        """It reads the very memory that the learner writes."""
+        """It reads the same memory that the learner writes."""
 
 
 def launch_engine(options: EngineOptions, files: Sequence[int]) -> Child:
