@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from fork_server import ForkServer
@@ -154,6 +157,19 @@ def test_an_exported_folder_is_an_ordinary_model(pair: LearnerGroup, tmp_path: P
         logits = model(ids).logits[0, :-1] / batch.samples[0].temperature
     theirs = torch.log_softmax(logits, -1).gather(1, ids[0, 1:, None]).squeeze(1)
     assert pair.logprobs(batch, "policy")[0] == pytest.approx(theirs.tolist(), rel=1e-9)
+
+
+def test_adapters_are_sent_as_peft_writes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES["adapters"]
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    group = new_group(case.config(1))
+    group.together("send_weights", "adapter", (), 3)
+    (folder,) = tmp_path.glob("headrace-adapters-*/policy-v3")
+    sent = load_file(folder / "adapter_model.safetensors")
+    ours = {name.replace(".default.weight", ".weight"): tensor for name, tensor in trained(group).items()}
+    assert sent.keys() == ours.keys() and all(torch.equal(sent[name], ours[name]) for name in sent)
+    assert json.loads((folder / "adapter_config.json").read_text())["r"] == case.config(1).model.lora.rank
+    group.close()
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
