@@ -79,10 +79,18 @@ class RayServer:
         self._actor: Any = None
         self._ended: Any = None
         self._deaths = 0
+        self._lost = False  # with its actor or node
 
     async def start(self) -> None:
-        await asyncio.to_thread(self._place)
-        await until_healthy(self.url, self._limit_s, self.gone, self._ask)
+        while True:
+            await asyncio.to_thread(self._place)
+            try:
+                return await until_healthy(self.url, self._limit_s, self.gone, self._ask)
+            except EngineError as error:
+                self._deaths += 1
+                if not self._lost or self._deaths > MOST_DEATHS:  # by itself, it would end again
+                    raise
+                _log.warning("%s; it is started again", error)
 
     async def replace(self) -> None:
         self._deaths += 1
@@ -99,6 +107,7 @@ class RayServer:
         try:
             return f"{self._name} {ray.get(self._ended)}"
         except RayError as error:
+            self._lost = True
             return f"the actor or the node of {self._name} is lost: {str(error).strip().splitlines()[0]}"
 
     def answered(self) -> None:
@@ -132,7 +141,7 @@ class RayServer:
                 time.sleep(_POLL_S)
 
     def _kill(self) -> None:
-        actor, self._actor, self._ended = self._actor, None, None
+        actor, self._actor, self._ended, self._lost = self._actor, None, None, False
         if actor is not None and ray.is_initialized():
             with suppress(RayError, ValueError):
                 ray.kill(actor)
