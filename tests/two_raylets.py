@@ -19,7 +19,8 @@ _SMALL: dict[str, Any] = {"object_store_memory": 100 * 2**20}
 def new_cluster(cpus: int = 4) -> Cluster:
     """A head and a second node."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    os.environ["RAY_memory_monitor_refresh_ms"] = "0"  # what else runs on this machine must not end the test's actors
+    # what else runs on this machine must not end the actors of a test
+    os.environ["RAY_memory_monitor_refresh_ms"] = "0"  # noqa: SIM112
     nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": cpus, "include_dashboard": False, **_SMALL})
     add_node(nodes, cpus)
     return nodes

@@ -37,7 +37,8 @@ def values(folder: Path, nodes: Cluster, placement: str, staleness: int = 0) -> 
     found = run_values(
         folder, 4, backend={"name": "fsdp", "ranks": 2, "threads": 1}, cluster=cluster,
         run={"dir": str(folder), "name": "run"},
-        engine={"name": "vllm", "replicas": 2, "python": vllm_python(), "max_batch": 16, "threads": 1},
+        engine={"name": "vllm", "replicas": 2, "python": vllm_python(), "max_batch": 16, "threads": 1,
+            "server_env": {"VLLM_CPU_KVCACHE_SPACE": "1"}},
     )  # fmt: skip
     del found["run"]["deterministic"]
     found["trainer"] |= {"placement": placement, "max_staleness": staleness}
