@@ -283,6 +283,22 @@ def test_a_replica_that_comes_back_with_older_weights_is_brought_the_newest_befo
     run_virtual(work())
 
 
+def test_a_replica_that_dies_while_all_are_paused_resumes_with_them() -> None:
+    async def work() -> None:
+        first, second = Returning(comes_back_s=20), Returning()
+        pool, weights = EnginePool([first, second]), Learner()
+        await WeightSync(weights, weights, pool).sync(1)
+        await pool.pause()
+        first.kill()
+        await pool.resume()
+        await asyncio.sleep(30)
+        assert (first.state, first.paused, second.paused) == ("serving", True, False)
+        await asked(pool, 12)
+        assert not first.paused and len(await asked(pool, 12)) == 12 and first.answered
+
+    run_virtual(work())
+
+
 def test_a_replica_that_cannot_be_started_again_is_noticed_though_nobody_asks_it() -> None:
     async def work() -> None:
         engines = [Returning(), Returning()]

@@ -36,6 +36,8 @@ class Replica:
     in_flight: int = 0
     gone: EngineError | None = None
     """Why it will not come back."""
+    missed: bool = False
+    """It was away when the others were paused or resumed."""
     stale: bool = False
     """It was pinned or away during a weight sync, and has to be brought the current version."""
 
@@ -132,8 +134,9 @@ class EnginePool:
             await asyncio.sleep(_POLL_S)
 
     def _is_behind(self, replica: Replica) -> bool:
-        """Whether it has come back by itself with weights that are not the newest; it is brought these."""
-        if self._restore is None or replica.engine.health().version >= self._version:
+        """Whether it has come back by itself, and has missed what the others were asked; it catches up."""
+        old = self._restore is not None and replica.engine.health().version < self._version
+        if not (old or replica.missed):
             return False
         replica.stale = True
         task = asyncio.create_task(self._catch_up(replica), name="headrace-pool-catch-up")
@@ -143,9 +146,14 @@ class EnginePool:
 
     async def _catch_up(self, replica: Replica) -> None:
         """If the learner has moved on, or it is lost once more, the next weight sync brings it the newest."""
-        life = replica.life
+        life, engine = replica.life, replica.engine
+        replica.missed = False
         try:
-            replica.stale = not await self._restored(replica.engine)
+            if self._restore is None or engine.health().version >= self._version:
+                await self._align(engine)
+                replica.stale = False
+            else:
+                replica.stale = not await self._restored(engine)
         except EngineError as error:
             if not self._note_loss(replica, life, error):
                 raise
@@ -265,11 +273,17 @@ class EnginePool:
 
     async def pause(self) -> None:
         self._paused = True
+        self._note_missing()
         await self._all(lambda engine: engine.pause())
 
     async def resume(self) -> None:
         self._paused = False
+        self._note_missing()
         await self._all(lambda engine: engine.resume())
+
+    def _note_missing(self) -> None:
+        for one in self.replicas:
+            one.missed |= self._opened and not one.reachable
 
     async def begin_update(self, version: int) -> None:
         taking = [one for one in self._reachable() if one is not self._pinned]
