@@ -21,7 +21,9 @@ ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
 
 from ray.cluster_utils import Cluster  # noqa: E402  # pyright: ignore[reportMissingImports]
+from ray.util.placement_group import placement_group_table  # noqa: E402
 
+from headrace.cluster.placement import open_placements  # noqa: E402
 from two_raylets import add_node, new_cluster, run_values, synced  # noqa: E402
 
 KINDS = ("RankActor", "EngineActor", "JudgerActor", "node")
@@ -29,15 +31,23 @@ STEPS = 4
 
 
 class Nodes:
-    """A head, and a second node that can be lost: another one takes its place."""
+    """A head, and two nodes of which one can be lost at a time."""
 
     def __init__(self) -> None:
         self.cluster: Cluster = new_cluster()
-        self.second: Any = next(node for node in self.cluster.list_all_nodes() if node is not self.cluster.head_node)
+        self.complete()
 
-    def lose(self) -> None:
-        lost, self.second = self.second, add_node(self.cluster)
-        self.cluster.remove_node(lost, allow_graceful=False)
+    def complete(self) -> None:
+        """In the place of those that were lost. On the main thread: Ray wants it so."""
+        while len(self.cluster.list_all_nodes()) < 3:
+            add_node(self.cluster)
+
+    def lose(self, rng: random.Random) -> None:
+        """One that has something of the run."""
+        tables: list[Any] = [placement_group_table(placed.group) for placed in open_placements()]
+        used = {node for table in tables for node in table["bundles_to_node_id"].values()}
+        others = [node for node in self.cluster.list_all_nodes() if node is not self.cluster.head_node]
+        self.cluster.remove_node(rng.choice([node for node in others if node.node_id in used]), allow_graceful=False)
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +88,7 @@ class Loses(Callback):
 
     def _hit(self) -> None:
         if self._kind == "node":
-            self._nodes.lose()
+            self._nodes.lose(self._rng)
         else:
             with suppress(ProcessLookupError):
                 os.kill(self._rng.choice(actors(self._kind)), signal.SIGKILL)
@@ -102,6 +112,7 @@ def parent(pid: int) -> int:
 
 @pytest.mark.parametrize("seed", range(32))
 def test_a_loss_at_any_moment_changes_nothing(seed: int, nodes: Nodes, expected: Any, tmp_path: Path) -> None:
+    nodes.complete()
     loses = Loses(seed, KINDS[seed % len(KINDS)], nodes)
     result = UnifiedTrainer(values(tmp_path, nodes), callbacks=[loses]).fit()
     assert loses.done.is_set() and synced(result.run_dir, STEPS) == expected
