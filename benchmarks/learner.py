@@ -58,7 +58,7 @@ from headrace.errors import HeadraceError
 from headrace.models.catalog import resolve_model
 from headrace.models.modules import trained_parameters
 from headrace.utils.memory import peak_mb, reset_peak
-from headrace.weights.digest import fingerprint
+from headrace.weights.digest import weight_digest
 
 IMITATE = AlgorithmSection(loss="cross_entropy")
 PARTS = ("utilisation", "lengths", "logits", "memory")
@@ -370,7 +370,9 @@ def _growth_mb(settings: dict[str, Any], rows: int, prompt: int, reply: int) -> 
     backend = LocalBackend(config)
     vocabulary = backend.learner.hf_model.config.vocab_size
     batch = new_batch(vocabulary, rows, 1, prompt, reply, config.backend.micro_batch_tokens)
-    fingerprint(trained_parameters(backend.learner.hf_model))  # reads every weight: some may have been in the file only
+    weight_digest(
+        trained_parameters(backend.learner.hf_model)
+    )  # reads every weight: some may have been in the file only
     reset_peak()
     before = peak_mb()
     asyncio.run(timed_pass(backend, batch))

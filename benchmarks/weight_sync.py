@@ -84,7 +84,7 @@ class SyncedPair:
 
     async def _parts(self) -> Timings:
         self._version += 1
-        hashed, ours = await timed(self._weights.fingerprint())
+        hashed, ours = await timed(self._weights.digest())
         await self.engine.begin_update(self._version)
         staged, _ = await timed(self._sender.send(self._version))
         loaded, theirs = await timed(self.engine.end_update(self._version))

@@ -163,7 +163,7 @@ class FakeEngine:
 
     async def end_update(self, version: int) -> str:
         self.version = version
-        return FakeWeights.FINGERPRINT
+        return FakeWeights.DIGEST
 
     async def pin(self) -> int:
         self.pinned = self.version
@@ -186,11 +186,11 @@ class FakeEngine:
 class FakeWeights:
     """Source and sender of weights that are none, for a `FakeEngine`."""
 
-    FINGERPRINT = "0" * 16
+    DIGEST = "0" * 16
     in_place = True
 
-    async def fingerprint(self) -> str:
-        return self.FINGERPRINT
+    async def digest(self) -> str:
+        return self.DIGEST
 
     async def send(self, version: int) -> None: ...
 

@@ -198,4 +198,4 @@ def train(ledger: Ledger, step: int, group_ids: Sequence[int], size: int = 1) ->
     ledger.committed(step, 1)
     for group_id in group_ids:
         ledger.decided(group_id, "trained", step=step, trained=size)
-    ledger.published(step + 1, f"fingerprint {step}", step + 1)
+    ledger.published(step + 1, f"digest {step}", step + 1)

@@ -192,7 +192,7 @@ class NullBackend:
     def in_place(self) -> bool:
         return self.engine.shares_weights
 
-    async def fingerprint(self) -> str:
+    async def digest(self) -> str:
         return f"weights {self.weights:g}"
 
     async def forward_backward(self, batch: TrainBatch, algorithm: AlgorithmSection) -> Trained:

@@ -21,6 +21,7 @@ AVOID = {
     r"\bfigures\b": "metrics, numbers, results",
     r"\b([Tt]ells?(?!\(\))|[Tt]old|[Tt]elling)\b|\buntold\b(?!_evaluation)": "log, report, warn, say",
     r"(?<!_ledger\.)\bpublications?\b": "weight sync",
+    r"[Ff]ingerprints?\b": "digest",
     r"\bafterwards\b": "then, later, after",
     r"\balike\b": "the same, with a shared prefix",
     r"\bas (it comes|they come)\b": "with its defaults, unchanged",

@@ -56,9 +56,9 @@ def run_values(folder: Path, steps: int = 6, **sections: dict[str, Any]) -> dict
 
 
 def synced(folder: Path, steps: int = 6) -> tuple[list[str | None], Any]:
-    """Fingerprints of the weights of all versions, and the account."""
+    """Digests of the weights of all versions, and the account."""
     ledger = Ledger.read(folder)
     found = [ledger.weight_sync(version) for version in range(1, steps + 1)]
     account = ledger.account()
     ledger.close()
-    return [one.fingerprint if one else None for one in found], account
+    return [one.digest if one else None for one in found], account

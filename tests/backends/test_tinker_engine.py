@@ -97,7 +97,7 @@ class TestSegments(EngineContract):
     def new_sync(self, engine: TinkerEngine) -> WeightSync:
         return WeightSync(self.backend, engine._sender, engine)
 
-    def fingerprint(self) -> str:
+    def digest(self) -> str:
         return self.backend._lineage
 
     def break_model(self) -> str:

@@ -296,7 +296,7 @@ class BackendContract:
         await engine.close()
         await backend.close()
 
-    async def test_the_fingerprint_changes_with_the_weights_and_only_then(self, tmp_path: Path) -> None:
+    async def test_the_digest_changes_with_the_weights_and_only_then(self, tmp_path: Path) -> None:
         backend = self.new_backend()
         policy = self.connect(backend)
         first, again = await policy.sync.sync(1), await policy.sync.sync(2)
@@ -305,7 +305,7 @@ class BackendContract:
         changed = await policy.sync.sync(3)
         await backend.load(tmp_path / "as-it-was")
         back = await policy.sync.sync(4)
-        assert first.fingerprint == again.fingerprint == back.fingerprint != changed.fingerprint
+        assert first.digest == again.digest == back.digest != changed.digest
         await policy.engine.close()
         await backend.close()
 
@@ -316,7 +316,7 @@ class BackendContract:
         await self.train(backend, self.samples(backend), IMITATE)
 
         async def lose_weights(version: int) -> str:
-            return before.fingerprint
+            return before.digest
 
         monkeypatch.setattr(policy.engine, "end_update", lose_weights)
         with pytest.raises(WeightSyncError, match=r"version 2 did not arrive: .* still decodes with .* version 1"):

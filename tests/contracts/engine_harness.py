@@ -123,17 +123,17 @@ class EngineHarness:
         """What brings the policy's weights to an engine that `make_engine` made."""
 
     async def sync(self, engine: RolloutEngine, version: int) -> str:
-        """Sync the policy's weights as they are now; their fingerprint."""
+        """Sync the policy's weights as they are now; their digest."""
         if id(engine) not in self._syncs:
             self._syncs[id(engine)] = self.new_sync(engine)
-        return (await soon(self._syncs[id(engine)].sync(version))).fingerprint
+        return (await soon(self._syncs[id(engine)].sync(version))).digest
 
     @property
     def _syncs(self) -> dict[int, WeightSync]:
         return self.__dict__.setdefault("syncs", {})
 
     @abstractmethod
-    def fingerprint(self) -> str:
+    def digest(self) -> str:
         """Of the policy's weights, as the backend takes it."""
 
     @abstractmethod

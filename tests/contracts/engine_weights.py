@@ -30,14 +30,14 @@ class WeightsContract(EngineHarness):
 
     # ---- weight syncs ---------------------------------------------------------------------------------------------
 
-    async def test_a_sync_ends_with_the_fingerprint_of_what_is_served(self, start: Start) -> None:
+    async def test_a_sync_ends_with_the_digest_of_what_is_served(self, start: Start) -> None:
         engine = start()
         first = await self.sync(engine, 1)
-        assert first == self.fingerprint() == await self.sync(engine, 2)
+        assert first == self.digest() == await self.sync(engine, 2)
         await soon(engine.pause())
         self.change_weights()
         changed = await self.sync(engine, 3)
-        assert changed == self.fingerprint() != first
+        assert changed == self.digest() != first
 
     async def in_flight(self, engine: RolloutEngine) -> tuple[Generation, int]:
         """A sequence that lived through a weight sync, and how many tokens it had by then."""

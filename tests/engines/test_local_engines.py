@@ -51,10 +51,10 @@ class TestSeparateEngine(BackendContract):
 
 
 async def changed(backend: LocalBackend) -> str:
-    """Change one weight; the fingerprint of all."""
+    """Change one weight; the digest of all."""
     with torch.no_grad():
         next(backend.learner.hf_model.parameters()).view(-1)[5] += 1e-3
-    return await backend._weights.fingerprint()
+    return await backend._weights.digest()
 
 
 @pytest.mark.usefixtures("by_fork")

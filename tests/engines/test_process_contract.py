@@ -20,7 +20,7 @@ from headrace.engines.process.engine import ProcessEngine
 from headrace.engines.process.wire import EngineOptions
 from headrace.models.causal import build_causal_model
 from headrace.models.load import load_model
-from headrace.weights.digest import fingerprint
+from headrace.weights.digest import weight_digest
 from headrace.weights.shared_memory import SharedWeights
 from headrace.weights.source import ModelWeights
 from headrace.weights.sync import WeightSync
@@ -64,8 +64,8 @@ class TestProcessEngine(EngineContract):
     def change_weights(self) -> None:
         tiny.randomise(self.hf_model, seed=99)
 
-    def fingerprint(self) -> str:
-        return fingerprint(self.hf_model.parameters())
+    def digest(self) -> str:
+        return weight_digest(self.hf_model.parameters())
 
     def break_model(self) -> str:
         for engine in self.made:

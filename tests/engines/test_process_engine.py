@@ -28,7 +28,7 @@ from headrace.errors import EngineError, WeightSyncError
 from headrace.models.causal import build_causal_model
 from headrace.models.load import load_model
 from headrace.models.modules import trained_parameters
-from headrace.weights.digest import fingerprint
+from headrace.weights.digest import weight_digest
 from headrace.weights.in_place import InPlace
 from headrace.weights.shared_memory import BoundModels, SharedWeights
 from headrace.weights.source import ModelWeights
@@ -47,8 +47,8 @@ class Engine(ProcessEngine):
         self.weight_sync = WeightSync(source, self._weights, self)
 
     async def sync(self, version: int) -> str:
-        """Sync the learner's weights as they are now; their fingerprint."""
-        return (await soon(self.weight_sync.sync(version))).fingerprint
+        """Sync the learner's weights as they are now; their digest."""
+        return (await soon(self.weight_sync.sync(version))).digest
 
 
 Make = Callable[..., Engine]
@@ -142,7 +142,7 @@ async def test_a_weight_sync_survives_the_death_of_the_process(make: Make) -> No
     loading = asyncio.ensure_future(engine.sync(3))
     await asyncio.sleep(0)
     kill(engine)
-    assert await soon(loading) == fingerprint(engine.learner.parameters())
+    assert await soon(loading) == weight_digest(engine.learner.parameters())
     made = await soon(engine.generate([3], SamplingParams(max_tokens=2), 1))
     assert made.versions == (3, 3)
 
@@ -200,13 +200,13 @@ async def test_decoding_continues_through_weight_syncs(make: Make) -> None:
     while not task.done():
         version += 1
         tiny.randomise(engine.learner, seed=version)
-        assert await engine.sync(version) == fingerprint(engine.learner.parameters())
+        assert await engine.sync(version) == weight_digest(engine.learner.parameters())
     versions = (await task).versions
     assert list(versions) == sorted(versions) and len(set(versions)) >= 3
     assert engine.health().restarts == 0
 
 
-async def test_weights_that_did_not_arrive_show_in_the_fingerprint(make: Make) -> None:
+async def test_weights_that_did_not_arrive_show_in_the_digest(make: Make) -> None:
     engine = make()
     write, slot = engine._weights.write, engine._weights.layout.slots[3]
 
@@ -218,7 +218,7 @@ async def test_weights_that_did_not_arrive_show_in_the_fingerprint(make: Make) -
     with pytest.raises(WeightSyncError, match=r"version 1 did not arrive: .* some are missing or changed"):
         await engine.sync(1)
     engine._weights.write = write
-    assert await engine.sync(2) == fingerprint(engine.learner.parameters())
+    assert await engine.sync(2) == weight_digest(engine.learner.parameters())
 
 
 async def test_only_what_was_begun_and_sent_can_be_loaded(make: Make) -> None:
@@ -266,7 +266,7 @@ async def test_every_kind_of_model_is_served_as_the_learner_has_it(
         with torch.no_grad():
             for parameter in trained_parameters(engine.learner):
                 parameter += 0.01 * version
-        expected = fingerprint(trained_parameters(engine.learner))
+        expected = weight_digest(trained_parameters(engine.learner))
         assert expected == await engine.sync(version) == await in_place(shared, engine.learner, version)
         theirs, ours = [await soon(asyncio.gather(*asked(one, 4, params))) for one in (engine, shared)]
         assert theirs == ours  # to the bit
@@ -275,7 +275,7 @@ async def test_every_kind_of_model_is_served_as_the_learner_has_it(
 
 async def in_place(engine: TorchEngine, learner: Any, version: int) -> str:
     sync = WeightSync(ModelWeights(learner), InPlace(engine._live.model), engine)
-    return (await soon(sync.sync(version))).fingerprint
+    return (await soon(sync.sync(version))).digest
 
 
 @pytest.mark.parametrize("rank", [0, 4])
@@ -289,14 +289,14 @@ def test_the_process_reads_weights_where_the_learner_writes_them(llama: ModelSec
     for buffer in range(3):
         weights.write(buffer)
         models.append(bound.model(buffer))
-        assert fingerprint(models[-1].weights()) == fingerprint(trained_parameters(learner))
+        assert weight_digest(models[-1].weights()) == weight_digest(trained_parameters(learner))
         memory = {tensor.untyped_storage().data_ptr() for tensor in models[-1].weights()}
         assert len(memory) == 1  # all in the buffer, fused ones too: they were not copied out of it
     with torch.no_grad():
         for parameter in trained_parameters(learner):
             parameter += 1
     weights.write(1)
-    same = [fingerprint(model.weights()) == fingerprint(trained_parameters(learner)) for model in models]
+    same = [weight_digest(model.weights()) == weight_digest(trained_parameters(learner)) for model in models]
     assert same == [False, True, False]
     frozen = {model._embedding.weight.data_ptr() for model in models}
     assert len(frozen) == (1 if rank else 3)

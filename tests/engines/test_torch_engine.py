@@ -21,7 +21,7 @@ from headrace.errors import ConfigError, EngineError
 from headrace.models.causal import Draws, build_causal_model
 from headrace.models.logprobs import target_logprobs
 from headrace.models.packed import PackedRows
-from headrace.weights.digest import fingerprint
+from headrace.weights.digest import weight_digest
 from headrace.weights.in_place import InPlace
 from headrace.weights.source import ModelWeights
 from headrace.weights.sync import WeightSync
@@ -98,8 +98,8 @@ class TorchEngineContract(EngineContract):
     def new_sync(self, engine: TorchEngine) -> WeightSync:
         return in_place_sync(self.hf_model, engine)
 
-    def fingerprint(self) -> str:
-        return fingerprint(self.hf_model.parameters())
+    def digest(self) -> str:
+        return weight_digest(self.hf_model.parameters())
 
     def break_model(self) -> str:
         self.model.broken = True
@@ -355,7 +355,7 @@ async def test_a_pinned_copy_computes_what_its_model_did(make: Make, family: str
     before = await generate_all(engine, requests)
     await engine.pin()
     copied: Any = engine._pinned and engine._pinned.model
-    assert copied.row_block == 8 and fingerprint(copied.weights()) == fingerprint(model.weights())
+    assert copied.row_block == 8 and weight_digest(copied.weights()) == weight_digest(model.weights())
     with torch.no_grad():
         for parameter in hf_model.parameters():
             parameter += 0.1 * parameter.requires_grad

@@ -20,7 +20,7 @@ from headrace.engines.servers.life import ServerOptions
 from headrace.engines.vllm.engine import VllmEngine
 from headrace.models.causal import build_causal_model
 from headrace.models.load import load_model
-from headrace.weights.digest import fingerprint
+from headrace.weights.digest import weight_digest
 from headrace.weights.sender import ServerSender
 from headrace.weights.source import ModelWeights
 from headrace.weights.sync import WeightSync
@@ -92,8 +92,8 @@ class TestVllmEngine(EngineContract):
     def change_weights(self) -> None:
         tiny.randomise(self.hf_model, seed=99)
 
-    def fingerprint(self) -> str:
-        return fingerprint(self.hf_model.parameters())
+    def digest(self) -> str:
+        return weight_digest(self.hf_model.parameters())
 
     def break_model(self) -> str:
         for server in self.servers._servers.values():

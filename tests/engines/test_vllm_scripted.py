@@ -18,7 +18,7 @@ from headrace.engines.servers.life import ServerOptions
 from headrace.engines.vllm.engine import VllmEngine
 from headrace.errors import ConfigError, DataError, EngineError, ServerLostError, WeightSyncError
 from headrace.weights.canary import Canary, canary_rows
-from headrace.weights.digest import fingerprint
+from headrace.weights.digest import weight_digest
 from headrace.weights.sender import ServerSender
 from headrace.weights.source import ModelWeights
 from headrace.weights.sync import WeightSync
@@ -121,8 +121,8 @@ class TestScriptedVllm(EngineContract):
     def change_weights(self) -> None:
         self.model.move(99)
 
-    def fingerprint(self) -> str:
-        return fingerprint(self.model.parameters())
+    def digest(self) -> str:
+        return weight_digest(self.model.parameters())
 
     def break_model(self) -> str:
         self.dying = [asyncio.ensure_future(server.running.die()) for server in self.servers]

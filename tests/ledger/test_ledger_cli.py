@@ -58,7 +58,7 @@ def test_the_account_is_printed_by_source_and_in_all(run_dir: Path, capsys: Caug
     assert ["all", "12", "7", "1", "1", "0", "3"] in rows
     assert f"{os.getpid()} on " in out
     assert "batches trained: 4" in out and "the batch of step 5, 1 groups" in out
-    assert "last weight sync: version 4 after step 4, fingerprint 3" in out
+    assert "last weight sync: version 4 after step 4, digest 3" in out
     assert "evaluations: 1, the last of step 4" in out and "MB" in out
 
 

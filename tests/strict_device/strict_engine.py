@@ -29,7 +29,7 @@ from headrace.models import batched_decoding
 from headrace.models.causal import CausalModel, build_causal_model
 from headrace.models.load import load_model
 from headrace.models.modules import trained_parameters
-from headrace.weights.digest import fingerprint
+from headrace.weights.digest import weight_digest
 from headrace.weights.in_place import InPlace
 from headrace.weights.shared_memory import SharedWeights
 from headrace.weights.source import ModelWeights
@@ -153,8 +153,8 @@ async def test_new_weights_in_place_are_decoded_with_and_proved(make: Make) -> N
     proofs = []
     for hf_model, model, engine in zip((hf_here, hf_there), (here, there), engines, strict=True):
         sync = WeightSync(ModelWeights(hf_model), InPlace(model), engine)
-        proofs.append((await soon(sync.sync(1))).fingerprint)
-    assert proofs[0] == proofs[1] == fingerprint(hf_here.parameters())
+        proofs.append((await soon(sync.sync(1))).digest)
+    assert proofs[0] == proofs[1] == weight_digest(hf_here.parameters())
     after = await generated(engines[1], PARAMS)
     assert_same(after, await generated(engines[0], PARAMS))
     assert [one.completion_ids for one in after] != [one.completion_ids for one in before]
@@ -197,7 +197,7 @@ async def test_shared_memory_brings_weights_from_device_to_device(tmp_path: Path
                 for parameter in trained_parameters(learner):
                     parameter.add_(0.01 * version)
             synced = await soon(sync.sync(version))
-            assert synced.fingerprint == fingerprint(p.cpu() for p in trained_parameters(learner))
+            assert synced.digest == weight_digest(p.cpu() for p in trained_parameters(learner))
             assert await generated(engine, PARAMS[:1], 4) == _at(await generated(ours, PARAMS[:1], 4), version)
         assert await soon(engine.generate([3, 4, 5], PARAMS[0], 1, pinned=True)) == pinned
     finally:

@@ -168,7 +168,7 @@ def test_weights_that_do_not_arrive_end_the_run(tmp_path: Path, monkeypatch: pyt
         return "0" * 16
 
     monkeypatch.setattr(TorchEngine, "end_update", other_weights)
-    with pytest.raises(WeightSyncError, match="fingerprint"):
+    with pytest.raises(WeightSyncError, match="digest"):
         train(tmp_path, varied)
 
 

@@ -48,11 +48,11 @@ def config_in(folder: Path, **sections: dict[str, Any]) -> RunConfig:
     return build_config({name: {**BASE.get(name, {}), **given.get(name, {})} for name in {*BASE, *given}})
 
 
-def fingerprints(run_dir: Path) -> list[str]:
+def digests(run_dir: Path) -> list[str]:
     """Of the weights of every version."""
     with Ledger.read(run_dir) as ledger:
         found = [ledger.weight_sync(version) for version in range(100)]
-    return [publication.fingerprint for publication in found if publication]
+    return [publication.digest for publication in found if publication]
 
 
 @pytest.mark.parametrize("placement", ["colocate", "separate"])
@@ -75,9 +75,9 @@ def test_colocated_and_separate_runs_end_with_the_same_weights_whatever_threads_
     two = (
         UnifiedTrainer(config_in(tmp_path / "two", trainer={**BASE["trainer"], "placement": "separate"})).fit().run_dir
     )
-    assert len(fingerprints(one)) == 2 and fingerprints(one) == fingerprints(two)
+    assert len(digests(one)) == 2 and digests(one) == digests(two)
     pool = config_in(tmp_path / "pool", trainer={**BASE["trainer"], "placement": "separate"}, engine={"replicas": 2})
-    assert fingerprints(UnifiedTrainer(pool).fit().run_dir) == fingerprints(one)
+    assert digests(UnifiedTrainer(pool).fit().run_dir) == digests(one)
 
 
 def test_a_thread_for_tensors_has_the_number_of_threads_that_was_set() -> None:
@@ -193,7 +193,7 @@ def test_a_run_under_one_number_of_threads_and_resumed_under_another_ends_with_t
             if placement == "separate":
                 trained_apart(config, "1", stop_after=2)
             trained_apart(config, threads)
-            found.append(fingerprints(config.run.dir / config.run.name))
+            found.append(digests(config.run.dir / config.run.name))
     assert len(found[0]) == 4 and all(one == found[0] for one in found)
 
 

@@ -71,7 +71,7 @@ def run_values(folder: Path, deterministic: bool = True, ranks: int = 2, **train
 
 
 def fit(folder: Path, *callbacks: Callback, **trainer: Any) -> tuple[list[str | None], Any, int]:
-    """Fingerprints of all versions, the account, and how often ranks were started again."""
+    """Digests of all versions, the account, and how often ranks were started again."""
     groups: list[Any] = []
 
     class Looks(Callback):
@@ -84,7 +84,7 @@ def fit(folder: Path, *callbacks: Callback, **trainer: Any) -> tuple[list[str | 
     synced = [ledger.weight_sync(version) for version in range(1, STEPS + 1)]
     account = ledger.account()
     ledger.close()
-    return [one.fingerprint if one else None for one in synced], account, groups[0].restarts
+    return [one.digest if one else None for one in synced], account, groups[0].restarts
 
 
 @pytest.mark.slow
@@ -126,5 +126,5 @@ def test_ranks_feed_several_engine_replicas_to_the_same_bits(tmp_path: Path) -> 
         ledger = Ledger.read(UnifiedTrainer(values).fit().run_dir)
         found.append([ledger.weight_sync(version) for version in range(1, STEPS + 1)])
         ledger.close()
-    one, two = ([synced and synced.fingerprint for synced in each] for each in found)
+    one, two = ([synced and synced.digest for synced in each] for each in found)
     assert one == two and None not in one

@@ -1,4 +1,7 @@
-"""OpenMP's threads wait awake on a quiet machine and asleep on a busy one, and never against the user's choice."""
+"""OpenMP's threads wait awake on a quiet machine, asleep on a busy one, and share a core on a crowded one.
+
+Never against the user's choice.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import sys
 
 import pytest
 
-from headrace.utils.openmp import CpuTimes, Load, cpu_times, loaded_runtime
+from headrace.utils.openmp import Above, CpuTimes, busy, cpu_times, crowded, loaded_runtime, others_took
 
 PLAIN = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
 
@@ -43,36 +46,63 @@ time.sleep(0.2)
 print(asleep / awake, asleep / burnt_s())
 """
 
+CROWDED = """
+import os, torch
+from pathlib import Path
+from headrace.models.tensor_threads import TensorThread
+from headrace.utils import openmp
+
+torch.set_num_threads(2)
+numbers = torch.ones(1 << 20)
+
+def places():
+    torch.exp(numbers)  # the team is there
+    return sorted(len(os.sched_getaffinity(int(task.name))) for task in Path("/proc/self/task").iterdir())
+
+thread = TensorThread("work", stays=True)
+cores = len(os.sched_getaffinity(0))
+thread.submit(places).result()
+openmp._team = openmp.Team(openmp.loaded_runtime(), 2)  # which nothing watches
+for crowded in (False, True, False):
+    openmp._team.crowded = crowded
+    found = thread.submit(places).result()
+    print(cores, found.count(1), len(os.sched_getaffinity(0)))
+"""
+
 
 def run(script: str, **environment: str) -> str:
     command = [sys.executable, "-c", script]
     return subprocess.run(command, env=PLAIN | environment, capture_output=True, text=True, check=True).stdout
 
 
-def looks(load: Load, *shares: tuple[float, float]) -> list[bool]:
-    """`shares`: cores that others and this process took since the look before."""
-    now, found = CpuTimes(0.0, 0.0, 0.0), []
-    for others, own in shares:
-        before, now = now, CpuTimes(now.at + 0.2, now.machine + 0.2 * (others + own), now.own + 0.2 * own)
-        found.append(load.look(before, now))
-    return found
+def looks(above: Above, *others: float) -> list[bool]:
+    """`others`: cores that other processes took since the look before."""
+    return [above.look(cores) for cores in others]
+
+
+def test_what_others_took_is_what_this_process_did_not() -> None:
+    before, now = CpuTimes(5.0, 70.0, 3.0), CpuTimes(5.5, 71.0, 3.25)
+    assert others_took(before, now) == 1.5
 
 
 def test_a_machine_is_busy_once_others_take_what_this_process_needs() -> None:
-    assert looks(Load(2, 2), (0.0, 2.0), (0.3, 1.7), (1.0, 1.0), (1.0, 0.8)) == [False, False, True, True]
-    assert looks(Load(2, 1), (1.0, 1.0), (1.2, 1.0)) == [False, False], "a process with one thread has room beside one"
-    assert looks(Load(64, 16), (10.0, 16.0), (40.0, 16.0), (50.0, 14.0)) == [False, False, True]
+    assert looks(busy(2, 2), 0.0, 0.3, 1.0, 1.0) == [False, False, True, True]
+    assert looks(busy(2, 1), 1.0, 1.2) == [False, False], "a process with one thread has room beside one"
+    assert looks(busy(64, 16), 10.0, 40.0, 50.0) == [False, False, True]
+
+
+def test_a_machine_is_crowded_once_others_leave_less_than_a_core() -> None:
+    assert looks(crowded(2), 1.0, 1.3) == [False, True], "beside one process, two threads have more than a core"
+    assert looks(crowded(64), 60.0, 63.5) == [False, True]
 
 
 def test_a_machine_that_is_busy_before_this_process_does_anything_is_busy() -> None:
-    assert looks(Load(2, 2), (2.0, 0.0), (1.4, 0.6), (1.3, 0.7)) == [True, True, True]
+    assert looks(busy(2, 2), 2.0, 1.4, 1.3) == [True, True, True]
 
 
 def test_a_machine_is_quiet_again_after_some_looks_and_not_between_two() -> None:
-    load = Load(2, 2)
-    assert looks(load, (0.0, 2.0), (4.0, 0.5), (0.0, 1.5), (4.0, 0.5), (0.0, 1.5), (0.0, 1.5), (0.0, 1.5)) == [
-        False, True, True, True, True, True, False,
-    ]  # fmt: skip
+    found = looks(busy(2, 2), 0.0, 4.0, 0.0, 4.0, 0.0, 0.0, 0.0)
+    assert found == [False, True, True, True, True, True, False]
 
 
 def test_this_process_is_part_of_the_machine() -> None:
@@ -100,3 +130,14 @@ def test_threads_that_are_told_to_sleep_burn_no_time_between_operations() -> Non
         pytest.skip(f"torch {torch.__version__} does not use GNU's OpenMP here")
     while_on, once_off = map(float, run(SPINS).split())
     assert while_on < 0.7 and once_off < 0.7
+
+
+def test_on_a_crowded_machine_the_threads_of_an_operation_share_a_core_and_no_other_thread_does() -> None:
+    import torch  # which loads its OpenMP
+
+    if loaded_runtime() is None or len(os.sched_getaffinity(0)) < 2:
+        pytest.skip(f"torch {torch.__version__} does not use GNU's OpenMP here, or there is one core")
+    quiet, crowded_now, quiet_again = ([int(n) for n in line.split()] for line in run(CROWDED).splitlines())
+    cores = quiet[0]
+    assert quiet == quiet_again == [cores, 0, cores]
+    assert crowded_now == [cores, 2, cores], "two threads of the team; the thread that begins processes is free"

@@ -35,8 +35,8 @@ class Ends:
     def health(self) -> Served:
         return self.served
 
-    async def fingerprint(self) -> str:
-        self.calls.append("fingerprint")
+    async def digest(self) -> str:
+        self.calls.append("digest")
         return self.learner
 
     async def pause(self) -> None:
@@ -71,27 +71,27 @@ class Ends:
 def test_weights_that_travel_are_synced_without_a_pause() -> None:
     ends = Ends()
     assert ends.sync(1) == SyncedWeights(1, "first")
-    assert ends.calls == ["begin 1", "fingerprint", "send 1", "end 1"]
+    assert ends.calls == ["begin 1", "digest", "send 1", "end 1"]
     assert ends.decoded == "first" and ends.served.version == 1
 
 
 def test_weights_in_place_are_synced_while_the_engine_is_paused() -> None:
     ends = Ends(in_place=True)
     ends.sync(1)
-    assert ends.calls == ["pause", "begin 1", "fingerprint", "send 1", "end 1", "resume"]
+    assert ends.calls == ["pause", "begin 1", "digest", "send 1", "end 1", "resume"]
 
 
 def test_who_paused_the_engine_resumes_it() -> None:
     ends = Ends(in_place=True, served=Served(paused=True))
     ends.sync(1)
-    assert ends.calls == ["begin 1", "fingerprint", "send 1", "end 1"] and ends.served.paused
+    assert ends.calls == ["begin 1", "digest", "send 1", "end 1"] and ends.served.paused
 
 
 def test_the_learner_reads_its_weights_while_they_travel() -> None:
     meanwhile = asyncio.Event()
 
     class Slow(Ends):
-        async def fingerprint(self) -> str:
+        async def digest(self) -> str:
             await asyncio.wait_for(meanwhile.wait(), 5)
             return self.learner
 
@@ -99,7 +99,7 @@ def test_the_learner_reads_its_weights_while_they_travel() -> None:
             await super().send(version)
             meanwhile.set()
 
-    assert Slow().sync(1).fingerprint == "first"
+    assert Slow().sync(1).digest == "first"
 
 
 class SendsNothing(Ends):
@@ -119,8 +119,8 @@ class KeepsVersion(Ends):
 @pytest.mark.parametrize(
     ("fault", "says"),
     [
-        (SendsNothing, "the engine still decodes with the weights of version 1, fingerprint first"),
-        (Drops, "decodes with weights of the fingerprint secon: some are missing or changed"),
+        (SendsNothing, "the engine still decodes with the weights of version 1, digest first"),
+        (Drops, "decodes with weights of the digest secon: some are missing or changed"),
         (KeepsVersion, "the engine says that it serves version 1"),
     ],
 )
@@ -134,7 +134,7 @@ def test_a_fault_on_the_way_is_an_error_that_says_what_the_engine_decodes_with(
     with pytest.raises(WeightSyncError) as raised:
         ends.sync(2)
     text = str(raised.value)
-    assert text.startswith("version 2 did not arrive: the learner's weights have the fingerprint second, and ")
+    assert text.startswith("version 2 did not arrive: the learner's weights have the digest second, and ")
     assert says in text and "resume from the last checkpoint" in text
     assert ends.served.paused == in_place  # what is wrong is not decoded with
 

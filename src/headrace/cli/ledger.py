@@ -134,7 +134,7 @@ def _facts(reader: LedgerReader) -> Iterator[str]:
         yield f"recorded, but its update is not finished (a resumed run makes it again): {groups}"
     published = reader.last_weight_sync()
     if published is not None:
-        yield f"last weight sync: version {published.version} after step {published.step}, {published.fingerprint}"
+        yield f"last weight sync: version {published.version} after step {published.step}, {published.digest}"
     evaluations = reader.evaluations()
     if evaluations:
         yield f"evaluations: {len(evaluations):,}, the last of step {evaluations[-1].step}"

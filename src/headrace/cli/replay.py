@@ -45,7 +45,7 @@ def replay(
             values = (step.metrics.get(key) for key in ("reward/mean", "policy/loss", "policy/grad_norm"))
             shown = ("" if value is None else f"{value:.4g}" for value in values)
             verdict = {True: "the same", False: "different", None: "not recorded"}[step.same]
-            weights = Text(f"{step.fingerprint} {verdict}", style="red" if step.same is False else "")
+            weights = Text(f"{step.digest} {verdict}", style="red" if step.same is False else "")
             table.add_row(str(step.step), str(step.version), *shown, weights)
             different += step.same is False
     console.print(table)

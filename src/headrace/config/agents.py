@@ -7,8 +7,9 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-import headrace.config.conditions as when
+import headrace.config.conditions.agents as when
 from headrace.config.base import LONGEST_S, MOST_TOKENS, Section
+from headrace.config.conditions import shared
 from headrace.config.effect import always, declare
 from headrace.utils.loopback import is_loopback
 
@@ -31,9 +32,9 @@ class WorkflowSection(Section):
 
     effects: ClassVar = declare(
         when.USES_WORKFLOW("name", "args"),
-        when.ROLLS_OUT("grouping"),
+        shared.ROLLS_OUT("grouping"),
         when.COMPARES_STEPS("grouping"),
-        when.SAMPLES("judger", "judger_args"),
+        shared.SAMPLES("judger", "judger_args"),
         when.NAMED_JUDGER("judger_args"),
     )
 
@@ -58,7 +59,7 @@ class JudgeSection(Section):
     """Judger actors on the cluster; judge.concurrency is the number of episodes judged at once by all of them."""
 
     effects: ClassVar = declare(
-        when.SAMPLES("routes", "concurrency", "timeout_s", "retries", "on_failure", "placement", "actors"),
+        shared.SAMPLES("routes", "concurrency", "timeout_s", "retries", "on_failure", "placement", "actors"),
         when.JUDGED("concurrency", "timeout_s", "retries", "on_failure", "placement", "actors"),
         when.JUDGED_ON_RAY("actors"),
     )
@@ -134,9 +135,9 @@ class RolloutSection(Section):
     own code are not retried."""
 
     effects: ClassVar = declare(
-        when.ROLLS_OUT("group_size", "temperature", "top_p", "top_k"),
-        when.SAMPLES("max_tokens", "stop", "max_concurrent", "timeout_s", "max_turns", "max_episode_tokens"),
-        when.SAMPLES("max_tool_calls", "retries"),
+        shared.ROLLS_OUT("group_size", "temperature", "top_p", "top_k"),
+        shared.SAMPLES("max_tokens", "stop", "max_concurrent", "timeout_s", "max_turns", "max_episode_tokens"),
+        shared.SAMPLES("max_tool_calls", "retries"),
         when.SEVERAL_TURNS("max_turns"),
         when.BELOW_ONE_REPLY("max_episode_tokens"),
         when.TOOLS("max_tool_calls"),
@@ -199,18 +200,18 @@ class EngineSection(Section):
 
     effects: ClassVar = declare(
         always("name", "max_model_length"),
-        when.SAMPLES("max_batch", "prefill_tokens", "kept_tokens", "weights", "compile", "threads", "health_every_s"),
+        shared.SAMPLES("max_batch", "prefill_tokens", "kept_tokens", "weights", "compile", "threads", "health_every_s"),
         when.SEVERAL_ENGINES("replicas"),
         when.ON_SERVERS("urls", "python", "server_args", "server_env", "api_key_env", "transport"),
         when.ON_SERVERS("sync_tolerance", "start_timeout_s"),
         when.STARTS_SERVERS("replicas", "python", "server_args", "server_env", "start_timeout_s"),
         when.GIVEN_SERVERS("api_key_env"),
         when.NOT_ON_SERVERS("kept_tokens", "weights", "compile"),
-        when.NOT_TINKER("prefill_tokens", "kept_tokens", "weights", "compile", "threads"),
+        shared.NOT_TINKER("prefill_tokens", "kept_tokens", "weights", "compile", "threads"),
         when.NOT_DETERMINISTIC("kept_tokens"),
         when.TOGETHER("compile"),
         when.SEVERAL_TURNS("kept_tokens"),
-        when.AHEAD("cache_on_publish"),
+        shared.AHEAD("cache_on_publish"),
         when.PARTIAL("cache_on_publish"),
         when.TINKER_SEGMENTS("cache_on_publish"),
         when.SEPARATE("threads"),

@@ -6,8 +6,9 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-import headrace.config.conditions as when
+import headrace.config.conditions.algorithm as when
 from headrace.config.base import MOST_STEPS, MOST_TOKENS, Section
+from headrace.config.conditions import shared
 from headrace.config.effect import always, declare
 
 
@@ -174,7 +175,7 @@ class DpoSection(Section):
     """Skip groups whose best and worst rewards are equal; false trains the first against the last of them."""
 
     effects: ClassVar = declare(
-        when.DPO("beta", "min_reward_gap", "drop_ties"), when.ROLLS_OUT("drop_ties"), when.CAN_TIE("drop_ties")
+        when.DPO("beta", "min_reward_gap", "drop_ties"), shared.ROLLS_OUT("drop_ties"), when.CAN_TIE("drop_ties")
     )
 
 
@@ -215,7 +216,7 @@ class FilterSection(Section):
 
     effects: ClassVar = declare(
         always("min_trajectories", "most_replacements"),
-        when.ROLLS_OUT("drop_uniform", "min_partial_tasks", "drop_terminations"),
+        shared.ROLLS_OUT("drop_uniform", "min_partial_tasks", "drop_terminations"),
         when.ENDS_BY_TURNS("drop_terminations"),
         when.ENDS_BY_TOOLS("drop_terminations"),
         when.ENDS_BY_TOKENS("drop_terminations"),

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-import headrace.config.conditions as when
+import headrace.config.conditions.cluster as when
 from headrace.config.base import LONGEST_S, Section
 from headrace.config.effect import always, declare
 

@@ -6,8 +6,9 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-import headrace.config.conditions as when
+import headrace.config.conditions.data as when
 from headrace.config.base import MOST_STEPS, MOST_TOKENS, Section
+from headrace.config.conditions import shared
 from headrace.config.effect import Effects, always, declare
 
 _TASK_FIELDS = ("id", "messages", "instruction", "answer", "source", "metadata")
@@ -73,7 +74,7 @@ class CurriculumSection(Section):
     """Weight of the old rate when a group updates it; 0 uses the newest group alone."""
 
     effects: ClassVar = declare(
-        when.ROLLS_OUT("target", "by", "least", "memory"), when.CURRICULUM("by", "least", "memory")
+        shared.ROLLS_OUT("target", "by", "least", "memory"), when.CURRICULUM("by", "least", "memory")
     )
 
 

@@ -7,8 +7,9 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-import headrace.config.conditions as when
+import headrace.config.conditions.loop as when
 from headrace.config.base import LONGEST_S, MOST_STEPS, MOST_TOKENS, Section, flatten
+from headrace.config.conditions import shared
 from headrace.config.effect import always, declare
 
 
@@ -63,10 +64,10 @@ class TrainerSection(Section):
     effects: ClassVar = declare(
         always("steps", "batch_size", "updates_per_batch", "stream", "callbacks", "hook_timeout_s"),
         always("save_every", "save_every_s", "save_last", "keep_best"),
-        when.NOT_TINKER("placement", "release_cache"),
-        when.SAMPLES("placement"),
-        when.ROLLS_OUT("max_staleness"),
-        when.AHEAD("staleness", "partial_rollouts"),
+        shared.NOT_TINKER("placement", "release_cache"),
+        shared.SAMPLES("placement"),
+        shared.ROLLS_OUT("max_staleness"),
+        shared.AHEAD("staleness", "partial_rollouts"),
         when.CACHE_SHARED("release_cache"),
         when.SAVES_ON_THE_WAY("keep_last"),
         when.KEEPS_BEST("best_metric"),
@@ -90,7 +91,7 @@ class ProduceSection(Section):
     spill_above_mb: float = Field(default=1024.0, gt=0, le=1e9)
     """Memory for complete groups that wait to be trained; further ones wait on disk."""
 
-    effects: ClassVar = declare(always("reuse", "spill_above_mb"), when.AHEAD("over_sample", "order", "capacity"))
+    effects: ClassVar = declare(always("reuse", "spill_above_mb"), shared.AHEAD("over_sample", "order", "capacity"))
 
 
 class AlarmSection(Section):
@@ -102,7 +103,7 @@ class AlarmSection(Section):
     """Mean absolute difference above which the run ends: the engine does not have the weights it should have."""
 
     effects: ClassVar = declare(
-        when.ROLLS_OUT("warn_drift", "stop_drift"), when.SAMPLES_AS_LEARNED("warn_drift", "stop_drift")
+        shared.ROLLS_OUT("warn_drift", "stop_drift"), when.SAMPLES_AS_LEARNED("warn_drift", "stop_drift")
     )
 
 
@@ -124,7 +125,7 @@ class DriftSection(Section):
     """Standard deviation of the difference between sampler and learner at the same version, from rounding."""
 
     effects: ClassVar = declare(
-        when.AHEAD("sigma", "power", "spread", "noise"), when.MEASURES_DRIFT("sigma", "power", "spread", "noise")
+        shared.AHEAD("sigma", "power", "spread", "noise"), when.MEASURES_DRIFT("sigma", "power", "spread", "noise")
     )
 
 

@@ -7,8 +7,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-import headrace.config.conditions as when
+import headrace.config.conditions.run as when
 from headrace.config.base import LONGEST_S, MOST_STEPS, MOST_TOKENS, Section
+from headrace.config.conditions import shared
 from headrace.config.effect import always, declare
 
 _LONGEST_NAME = 200  # of 255 on most file systems: "-2" and other endings are added
@@ -96,7 +97,7 @@ class ModelSection(Section):
 
     effects: ClassVar = declare(
         when.NAMED_HERE("name"),
-        when.NOT_TINKER("device", "dtype", "attention", "fast_path", "tf32", "quantize"),
+        shared.NOT_TINKER("device", "dtype", "attention", "fast_path", "tf32", "quantize"),
         when.NOT_VERL("attention", "tf32", "quantize"),
         when.MAYBE_CPU("fast_path"),
         when.MAYBE_CUDA("tf32"),
@@ -145,7 +146,7 @@ class BackendSection(Section):
 
     effects: ClassVar = declare(
         always("name", "micro_batch_tokens"),
-        when.NOT_TINKER("logits_chunk", "share_prefixes", "gradient_checkpointing", "checkpoint_every", "threads"),
+        shared.NOT_TINKER("logits_chunk", "share_prefixes", "gradient_checkpointing", "checkpoint_every", "threads"),
         when.CHECKPOINTS("checkpoint_every"),
         when.NOT_VERL("logits_chunk", "share_prefixes", "checkpoint_every"),
         when.RANKS("ranks", "shard", "rank_timeout_s"),
@@ -185,7 +186,7 @@ class OptimizerSection(Section):
     """Keep the optimizer's state in host memory, and on the device only while it makes a step."""
 
     effects: ClassVar = declare(
-        when.NOT_TINKER("master_dtype", "offload"),
+        shared.NOT_TINKER("master_dtype", "offload"),
         when.NOT_VERL("master_dtype", "offload"),
         when.MAYBE_ACCELERATOR("offload"),
         always("lr", "betas", "eps", "weight_decay", "grad_clip", "schedule", "warmup_steps"),
@@ -216,7 +217,7 @@ class TrackSection(Section):
         when.AT_A_SERVICE("project"),
         when.TAKES_MODEL("upload_model"),
         when.TAKES_EPISODES("episodes", "viewer"),
-        when.ROLLS_OUT("episodes", "viewer"),
+        shared.ROLLS_OUT("episodes", "viewer"),
         when.LISTS_EPISODES("viewer"),
     )
 

@@ -6,8 +6,9 @@ from typing import ClassVar
 
 from pydantic import Field
 
-import headrace.config.conditions as when
+import headrace.config.conditions.tinker as when
 from headrace.config.base import LONGEST_S, MOST_TOKENS, Section
+from headrace.config.conditions import shared
 from headrace.config.effect import declare
 
 
@@ -50,5 +51,5 @@ class TinkerSection(Section):
         when.TINKER("base_url", "api_key_env", "model", "tokenizer", "renderer_name", "rank", "train_attn"),
         when.TINKER("train_mlp", "train_unembed", "state", "state_optimizer", "ttl_s", "segment_tokens", "vocabulary"),
         when.TINKER_STATE("state_optimizer"),
-        when.AHEAD("segment_tokens"),
+        shared.AHEAD("segment_tokens"),
     )

@@ -175,9 +175,9 @@ class RolloutEngine(Protocol):
         ...
 
     async def end_update(self, version: int) -> str | None:
-        """Decode with the weights that were sent, from one token to the next; the fingerprint of what is decoded with.
+        """Decode with the weights that were sent, from one token to the next; the digest of what is decoded with.
 
-        The fingerprint is taken here, of what decoding reads: it is the proof that the weights arrived. None from an
+        The digest is taken here, of what decoding reads: it is the proof that the weights arrived. None from an
         engine that cannot take it: then canary rows are the proof.
         """
         ...

@@ -297,14 +297,14 @@ class EnginePool:
         for one in self._updating:
             one.stale = False
         self._version = version
-        prints = {fingerprint for _, fingerprint in ended}
-        if len(prints) > 1:
-            found = ", ".join(f"{one.number}: {fingerprint}" for one, fingerprint in ended)
+        digests = {digest for _, digest in ended}
+        if len(digests) > 1:
+            found = ", ".join(f"{one.number}: {digest}" for one, digest in ended)
             raise WeightSyncError(
                 f"version {version} arrived differently at different replicas ({found}); resume from the last "
                 f"checkpoint, and report it if it happens again"
             )
-        return prints.pop()
+        return digests.pop()
 
     async def pin(self) -> int:
         if self._pinned_version is not None:

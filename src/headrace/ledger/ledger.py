@@ -187,9 +187,9 @@ class Ledger(LedgerReader):
         """So many optimizer steps were made on the batch of `step`."""
         self._writer.put(Recorder.committed, step, steps)
 
-    def published(self, version: int, fingerprint: str, step: int) -> None:
+    def published(self, version: int, digest: str, step: int) -> None:
         """The engine has the weights of a version, made by `step` optimizer steps."""
-        self._writer.put(Recorder.published, version, fingerprint, step)
+        self._writer.put(Recorder.published, version, digest, step)
 
     def evaluated(self, step: int, name: str, metrics: Mapping[str, float], episodes: Iterable[Episode] = ()) -> None:
         """A set was evaluated. Its episodes are no part of the account; an evaluation made again replaces the first."""

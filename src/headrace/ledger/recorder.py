@@ -235,10 +235,8 @@ class Recorder:
         if not done.rowcount:
             raise LedgerError(f"the batch of step {step + 1} is committed, but was never recorded")
 
-    def published(self, version: int, fingerprint: str, step: int) -> None:
-        self._execute(
-            "INSERT OR REPLACE INTO publications VALUES (?, ?, ?, ?)", (version, fingerprint, step, time.time())
-        )
+    def published(self, version: int, digest: str, step: int) -> None:
+        self._execute("INSERT OR REPLACE INTO publications VALUES (?, ?, ?, ?)", (version, digest, step, time.time()))
 
     def evaluated(self, step: int, name: str, metrics: Mapping[str, float], episodes: Sequence[Episode]) -> None:
         query = "SELECT evaluation_id FROM evaluations WHERE step = ? AND name = ?"

@@ -170,7 +170,7 @@ class WeightSyncRecord:
     """Weights that were handed to the engine."""
 
     version: int
-    fingerprint: str
+    digest: str
     step: int
 
 

@@ -118,10 +118,10 @@ def read_difference(rows: Rows, excerpt: Excerpt) -> str | None:
         found = _members(rows, step)
         if found and found != members:
             return f"the batch of step {step + 1} was made of other groups"
-    for version, fingerprint, *_ in excerpt.publications:
+    for version, digest, *_ in excerpt.publications:
         found = rows("SELECT fingerprint FROM publications WHERE version = ?", (version,))
-        if found and found != [(fingerprint,)]:
-            return f"the weights of version {version} have another fingerprint"
+        if found and found != [(digest,)]:
+            return f"the weights of version {version} have another digest"
     return None
 
 

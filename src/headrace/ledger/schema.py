@@ -46,6 +46,7 @@ _V1 = (
     """CREATE TABLE batch_groups (
         step INTEGER NOT NULL, place INTEGER NOT NULL, group_id INTEGER NOT NULL, again INTEGER NOT NULL,
         PRIMARY KEY (step, place)) WITHOUT ROWID""",
+    # weight syncs; `fingerprint` is the digest of the weights (tables keep the names that they were released with)
     """CREATE TABLE publications (
         version INTEGER PRIMARY KEY, fingerprint TEXT NOT NULL, step INTEGER NOT NULL, published_at REAL NOT NULL)""",
     """CREATE TABLE evaluations (

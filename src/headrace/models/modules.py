@@ -25,7 +25,7 @@ def copy_weights(hf_model: Any, trained: Sequence[nn.Parameter]) -> Any:
 
 
 def trained_parameters(hf_model: Any) -> list[nn.Parameter]:
-    """What is trained and synced, in the order that its fingerprint is taken in."""
+    """What is trained and synced, in the order that its digest is taken in."""
     return [parameter for parameter in hf_model.parameters() if parameter.requires_grad]
 
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from headrace.utils.openmp import adapt_to_load
+from headrace.utils.openmp import adapt_to_load, follow_load
 
 T = TypeVar("T")
 
@@ -81,6 +81,7 @@ class TensorThread:
                 function, future = self._calls.popleft()
             if not future.set_running_or_notify_cancel():
                 continue
+            follow_load()
             try:
                 future.set_result(function())
             except BaseException as error:

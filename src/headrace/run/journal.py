@@ -79,7 +79,7 @@ class RunJournal:
         """All episodes of a recorded group."""
         raise LedgerError(f"group {group_id} is not recorded; run with ledger.enabled = true to record groups")
 
-    def fingerprint(self, version: int) -> str | None:
+    def weight_digest(self, version: int) -> str | None:
         """That of the weights that were synced as `version`, if they were."""
         return None
 

@@ -107,9 +107,9 @@ class LedgerJournal(RunJournal):
     def episodes_of(self, group_id: int) -> list[Episode]:
         return self._ledger.complete_group(group_id)
 
-    def fingerprint(self, version: int) -> str | None:
+    def weight_digest(self, version: int) -> str | None:
         found = self._ledger.weight_sync(version)
-        return None if found is None else found.fingerprint
+        return None if found is None else found.digest
 
     def evaluation(self, step: int, names: Iterable[str]) -> dict[str, dict[str, float]] | None:
         found = {name: self._evaluations.get((step, name)) for name in names}
@@ -213,7 +213,7 @@ class LedgerJournal(RunJournal):
 
     def trained(self, step: int, steps: int, synced: SyncedWeights) -> None:
         self._ledger.committed(step, steps)
-        self._ledger.published(synced.version, synced.fingerprint, step + steps)
+        self._ledger.published(synced.version, synced.digest, step + steps)
 
     def evaluated(self, step: int, name: str, metrics: Mapping[str, float], episodes: Sequence[Episode]) -> None:
         self._ledger.evaluated(step, name, dict(metrics), episodes)

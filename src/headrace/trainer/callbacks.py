@@ -75,8 +75,8 @@ class Callback:
     def on_batch_start(self, step: int) -> Any:
         """Before a batch is trained, with the optimizer steps made so far."""
 
-    def on_policy_updated(self, version: int, fingerprint: str) -> Any:
-        """The engine has new weights, and has shown by their fingerprint that it has."""
+    def on_policy_updated(self, version: int, digest: str) -> Any:
+        """The engine has new weights, and has shown by their digest that it has."""
 
     def on_batch_end(self, step: int, metrics: Metrics) -> Any:
         """After a batch is trained and the weights are synced. A returned dict is tracked with the step."""

@@ -174,12 +174,12 @@ class TrainingLoops:
             run.coordinator.open_batch()
             fresh = run.lifecycle.recalled(record.group_ids)
             again = [run.lifecycle.form_recorded(group_id) for group_id in record.again]
-            expected = run.journal.fingerprint(run.coordinator.version + 1)  # before the update records another
+            expected = run.journal.weight_digest(run.coordinator.version + 1)  # before the update records another
             with run.clock.training():
                 await learn_recorded(run.learner, record, fresh, again)
                 synced = await self._update(fresh, again, releases_cache=False)
-            if expected not in (None, synced.fingerprint):
-                run.alarms.warn_once("replay", other_weights(self.step, synced.fingerprint, expected))
+            if expected not in (None, synced.digest):
+                run.alarms.warn_once("replay", other_weights(self.step, synced.digest, expected))
             await self._end_of_step()
             self._begin_next()
 
@@ -217,7 +217,7 @@ class TrainingLoops:
         if run.sync.in_place and not (run.releases_cache if releases_cache is None else releases_cache):
             await run.engine.resume()
         self._skipped_in_a_row = 0
-        await run.callbacks.call("on_policy_updated", synced.version, synced.fingerprint)
+        await run.callbacks.call("on_policy_updated", synced.version, synced.digest)
         return synced
 
     async def _drained(self) -> None:

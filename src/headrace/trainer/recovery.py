@@ -100,9 +100,9 @@ async def learn_recorded(
         await learner.learn(piece, again if last else ())
 
 
-def other_weights(step: int, fingerprint: str, recorded: str) -> str:
+def other_weights(step: int, digest: str, recorded: str) -> str:
     """What to report of a repeated step that gave other weights."""
     return (
-        f"step {step}, repeated from its record, gave other weights (fingerprint {fingerprint}, not {recorded}): the "
+        f"step {step}, repeated from its record, gave other weights (digest {digest}, not {recorded}): the "
         f"same up to rounding, unless the installation has changed; run.deterministic = true makes them equal"
     )

@@ -37,14 +37,14 @@ class ReplayedStep:
     step: int
     version: int
     metrics: dict[str, float]
-    fingerprint: str
+    digest: str
     recorded: str | None
     """That of the weights that the run synced; None if it was killed before."""
 
     @property
     def same(self) -> bool | None:
         """Whether the weights are the run's, to the bit."""
-        return None if self.recorded is None else self.fingerprint == self.recorded
+        return None if self.recorded is None else self.digest == self.recorded
 
 
 class Replay:
@@ -119,8 +119,8 @@ class Replay:
             step=record.step + made,
             version=synced.version,
             metrics=learner.metrics.reduce(),
-            fingerprint=synced.fingerprint,
-            recorded=recorded.fingerprint if recorded else None,
+            digest=synced.digest,
+            recorded=recorded.digest if recorded else None,
         )
 
     def _groups(self, group_ids: Sequence[int], buffer: TrajectoryGroupBuffer) -> list[FinishedGroup]:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 class WeightSource(Protocol):
     """The learner's trained weights, as they are now."""
 
-    async def fingerprint(self) -> str:
+    async def digest(self) -> str:
         """A digest that a change of any of the weights changes; the engine takes the same of what it decodes with."""
         ...
 
@@ -94,7 +94,7 @@ class WeightSender(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SyncedWeights:
-    """Weights that the engine is proved to decode with: their version, and the fingerprint of their content."""
+    """Weights that the engine is proved to decode with: their version, and the digest of their content."""
 
     version: int
-    fingerprint: str
+    digest: str

@@ -13,7 +13,7 @@ from headrace.utils.bulk_copy import bulk_map
 _PARTS = 8
 
 
-def fingerprint(given: Iterable[Tensor]) -> str:
+def weight_digest(given: Iterable[Tensor]) -> str:
     """A digest that a change of any of the weights changes: of the digests of parts that are about equally long."""
     weights = list(given)
     total = sum(weight.nbytes for weight in weights)
@@ -25,7 +25,7 @@ def fingerprint(given: Iterable[Tensor]) -> str:
     return _joined(bulk_map(_digest, parts, total))
 
 
-class StreamedFingerprint:
+class StreamedDigest:
     """The same digest of tensors that come one after the other; `total` is how many bytes they have together."""
 
     def __init__(self, total: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from headrace.weights.base import TensorInfo
-from headrace.weights.digest import fingerprint
+from headrace.weights.digest import weight_digest
 
 OnLearner = Callable[[Callable[[], Any]], Awaitable[Any]]
 
@@ -25,8 +25,8 @@ class ModelWeights:
         """Full tensors under their Hugging Face names, always in the same order; with adapters, only the adapters."""
         return {name: p.detach() for name, p in self._hf_model.named_parameters() if p.requires_grad}
 
-    async def fingerprint(self) -> str:
-        return await asyncio.to_thread(lambda: fingerprint(self.tensors().values()))
+    async def digest(self) -> str:
+        return await asyncio.to_thread(lambda: weight_digest(self.tensors().values()))
 
     def adapter_config(self) -> dict[str, Any]:
         """What PEFT would write beside the adapters, as plain data."""

@@ -128,10 +128,10 @@ class WeightSync:
         """
         async with self._busy:
             last = self._last
-            if last is None or await self._source.fingerprint() != last.fingerprint:
+            if last is None or await self._source.digest() != last.digest:
                 return False
             pauses = self._pauses_for(engine)
-            if await self._bring(engine, last.version, pauses, expected=last.fingerprint) != last.fingerprint:
+            if await self._bring(engine, last.version, pauses, expected=last.digest) != last.digest:
                 self._owes_resume = pauses  # a step was made meanwhile: what was brought has no version yet
                 return False
         return True
@@ -140,7 +140,7 @@ class WeightSync:
         return (self.in_place or self._pauses) and not engine.health().paused
 
     async def _bring(self, engine: Updatable, version: int, pauses: bool, expected: str | None = None) -> str:
-        """The learner's weights as they are now, to one engine; their fingerprint, once it is proved.
+        """The learner's weights as they are now, to one engine; their digest, once it is proved.
 
         If they are not those that were `expected`, the engine stays paused.
         """
@@ -148,7 +148,7 @@ class WeightSync:
             await engine.pause()
         await engine.begin_update(version)
         # the learner reads its weights while they travel: a proof takes as long as a copy
-        ours, (arrived, theirs) = await asyncio.gather(self._source.fingerprint(), self._send(engine, version))
+        ours, (arrived, theirs) = await asyncio.gather(self._source.digest(), self._send(engine, version))
         if expected not in (None, ours):
             return ours
         self._prove(version, engine.health().version, ours, theirs)
@@ -187,11 +187,11 @@ class WeightSync:
             found = f"the engine says that it serves version {served}"
         elif theirs in (None, ours):
             return
-        elif last is not None and theirs == last.fingerprint:
-            found = f"the engine still decodes with the weights of version {last.version}, fingerprint {theirs}"
+        elif last is not None and theirs == last.digest:
+            found = f"the engine still decodes with the weights of version {last.version}, digest {theirs}"
         else:
-            found = f"the engine decodes with weights of the fingerprint {theirs}: some are missing or changed"
+            found = f"the engine decodes with weights of the digest {theirs}: some are missing or changed"
         raise WeightSyncError(
-            f"version {version} did not arrive: the learner's weights have the fingerprint {ours}, and {found}; resume "
+            f"version {version} did not arrive: the learner's weights have the digest {ours}, and {found}; resume "
             f"from the last checkpoint, and report it if it happens again"
         )

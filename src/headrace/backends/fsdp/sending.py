@@ -24,7 +24,7 @@ class RankWeights:
         self._group = group
         self.on_thread = on_thread
 
-    async def fingerprint(self) -> str:
+    async def digest(self) -> str:
         return await self.on_thread(lambda: self._group.together("write_weights", None, "", ())[0])
 
     async def send(self, transport: str, endpoints: Sequence[Endpoint], version: int) -> str | None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headrace.backends.fsdp.sharding import full
 from headrace.weights.base import Endpoint, TensorInfo, Transfer
-from headrace.weights.digest import StreamedFingerprint
+from headrace.weights.digest import StreamedDigest
 from headrace.weights.sender import new_transfer
 from headrace.weights.shared_memory import Layout
 
@@ -79,11 +79,11 @@ class SendsWeights:
         raise NotImplementedError
 
     def write_weights(self, layout: Layout | None, path: str, writers: Sequence[int]) -> str:
-        """Gather the trained weights and write them to a mapped file; their fingerprint, on rank 0."""
+        """Gather the trained weights and write them to a mapped file; their digest, on rank 0."""
         return write_weights(self.gathered(), layout, path, writers, self.rank)
 
     def read_weights(self) -> tuple[str, list[tuple[str, Any]]]:
-        """For an engine that is on no rank's machine: fingerprint and bytes, on rank 0."""
+        """For an engine that is on no rank's machine: digest and bytes, on rank 0."""
         return read_weights(self.gathered(), self.rank)
 
     def send_weights(self, transport: str, endpoints: Sequence[Endpoint], version: int) -> str | None:
@@ -109,11 +109,11 @@ class SendsWeights:
 
 
 def write_weights(weights: GatheredWeights, layout: Layout | None, path: str, writers: Sequence[int], rank: int) -> str:
-    """Gather all, and write them to a file that is mapped elsewhere, too; the fingerprint of them, on rank 0.
+    """Gather all, and write them to a file that is mapped elsewhere, too; the digest of them, on rank 0.
 
     Tensor i is written by one of the ranks that can reach the file. Without a layout they are only digested.
     """
-    digest = StreamedFingerprint(sum(info.nbytes for info in weights.infos()))
+    digest = StreamedDigest(sum(info.nbytes for info in weights.infos()))
     buffer = _opened(path, layout) if layout is not None and rank in writers else None
     starts = {slot.name: slot.start for slot in layout.slots} if layout is not None else {}
     for number, (name, there) in enumerate(weights):
@@ -127,8 +127,8 @@ def write_weights(weights: GatheredWeights, layout: Layout | None, path: str, wr
 
 
 def read_weights(weights: GatheredWeights, rank: int) -> tuple[str, list[tuple[str, Any]]]:
-    """For a rank 0 on another machine than the engine: fingerprint, and the bytes of every tensor."""
-    digest = StreamedFingerprint(sum(info.nbytes for info in weights.infos()))
+    """For a rank 0 on another machine than the engine: digest, and the bytes of every tensor."""
+    digest = StreamedDigest(sum(info.nbytes for info in weights.infos()))
     contents: list[tuple[str, Any]] = []
     for name, there in weights:
         if rank == 0:

@@ -86,7 +86,7 @@ class TinkerBackend:
     def check(config: RunConfig) -> None:
         check_config(config)
 
-    async def fingerprint(self) -> str:
+    async def digest(self) -> str:
         """Of how the weights came to be: they stay on the service."""
         return self._lineage
 
@@ -195,7 +195,7 @@ class TinkerBackend:
 
     async def _serve(self) -> Served:
         """A sampling client of the weights as they are; the same one as long as they are the same."""
-        if self._served is None or self._served.fingerprint != self._lineage:
+        if self._served is None or self._served.digest != self._lineage:
             make = self._training.save_weights_and_get_sampling_client
             lineage, where = self._lineage, self._training.model_id
             self._served = Served(await in_thread("save_weights_for_sampler", make, where), lineage)

@@ -131,7 +131,7 @@ class TinkerEngine:
         self._check_usable()
         served = self._sender.take_sent()
         self._live.served, self._live.version = served, version
-        return served.fingerprint
+        return served.digest
 
     async def pin(self) -> int:
         self._check_usable()

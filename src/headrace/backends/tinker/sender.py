@@ -13,10 +13,10 @@ from headrace.errors import EngineError
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Weights that the service samples from, and the fingerprint of how they came to be."""
+    """Weights that the service samples from, and the digest of how they came to be."""
 
     client: tinker.SamplingClient
-    fingerprint: str
+    digest: str
 
 
 class TinkerPath:

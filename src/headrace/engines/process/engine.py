@@ -61,7 +61,7 @@ class ProcessEngine:
         self._weights = weights
         self._weights.write(0)  # what the process starts with
         self._live = Served(version=0, buffer=0)
-        self._fingerprint: str | None = None
+        self._digest: str | None = None
         self._pinned: Served | None = None
         self._next: int | None = None  # the buffer that is being loaded
         self._paused = False
@@ -107,8 +107,8 @@ class ProcessEngine:
         async with self._loading:
             buffer = self._weights.take_reserved()
 
-            def loaded(fingerprint: str) -> None:
-                self._live, self._fingerprint = Served(version, buffer), fingerprint
+            def loaded(digest: str) -> None:
+                self._live, self._digest = Served(version, buffer), digest
 
             self._next = buffer
             await asyncio.to_thread(self._child.fill, buffer)
@@ -239,10 +239,10 @@ class ProcessEngine:
         if isinstance(message, Failed):
             raise EngineError(f"the engine process could not start: {message.reason}")
         assert isinstance(message, Opened)
-        if message.fingerprint != (self._fingerprint or message.fingerprint):
+        if message.digest != (self._digest or message.digest):
             raise EngineError(
-                f"the restarted engine process found other weights for version {self._live.version}: fingerprint "
-                f"{message.fingerprint}, not {self._fingerprint}; resume from the last checkpoint"
+                f"the restarted engine process found other weights for version {self._live.version}: digest "
+                f"{message.digest}, not {self._digest}; resume from the last checkpoint"
             )
         self._health, self._writer = message.health, writer
         for pending in self._pending.values():

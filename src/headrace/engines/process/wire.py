@@ -58,9 +58,9 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The engine is ready, and decodes with weights of this fingerprint."""
+    """The engine is ready, and decodes with weights of this digest."""
 
-    fingerprint: str
+    digest: str
     health: EngineHealth
 
 

@@ -22,7 +22,7 @@ from headrace.models.causal import CausalModel, build_causal_model
 from headrace.models.load import load_model, load_tokenizer
 from headrace.utils.interrupts import ignore_stop_signals
 from headrace.utils.memory import keep_freed_memory
-from headrace.weights.digest import fingerprint
+from headrace.weights.digest import weight_digest
 from headrace.weights.shared_memory import BoundModels
 
 
@@ -67,7 +67,7 @@ class Worker:
 
     async def _load(self, version: int, buffer: int) -> str:
         model = await asyncio.to_thread(self._models.model, buffer)
-        digest = await asyncio.to_thread(lambda: fingerprint(model.weights()))
+        digest = await asyncio.to_thread(lambda: weight_digest(model.weights()))
         await self._engine.switch_model(version, model)
         return digest
 

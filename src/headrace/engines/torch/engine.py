@@ -28,7 +28,8 @@ from headrace.models.causal import CausalModel
 from headrace.models.logprobs import target_logprobs
 from headrace.models.packed import PackedRows
 from headrace.models.tensor_threads import TensorThread, run_apart
-from headrace.weights.digest import fingerprint
+from headrace.utils.openmp import follow_load
+from headrace.weights.digest import weight_digest
 
 
 def usable_length(longest: int, wanted: int | None) -> int:
@@ -149,7 +150,7 @@ class TorchEngine:
     async def end_update(self, version: int) -> str:
         def load() -> str:
             self._live.load(version, None, self._recompute)
-            return fingerprint(self._live.model.weights())
+            return weight_digest(self._live.model.weights())
 
         return await self._call(load)
 
@@ -244,6 +245,7 @@ class TorchEngine:
     def _work(self) -> None:
         try:
             while self._next_work():
+                follow_load()  # decoding may take minutes
                 started = time.perf_counter()
                 for lane in self._lanes():
                     self._advance(lane)
