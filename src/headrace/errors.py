@@ -73,6 +73,10 @@ class CheckpointError(BackendError):
     """A checkpoint cannot be written, or is not what was written."""
 
 
+class SnapshotLostError(BackendError):
+    """A copy of the state that was being written is lost with the processes that held it; the run continues."""
+
+
 class WorkflowError(HeadraceError, RuntimeError):
     """User code failed: a workflow or a judger, which fails the episode; or a grouping hook, which ends the run."""
 

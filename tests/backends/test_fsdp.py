@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import tiny
@@ -23,7 +27,7 @@ from headrace.config import RunConfig
 from headrace.data.episode import Step
 from headrace.data.routing import RoutedExperts
 from headrace.data.sample import Sample
-from headrace.errors import BackendError, DataError, DivergedError
+from headrace.errors import BackendError, DataError, DivergedError, SnapshotLostError
 
 CASES = {case.name: case for case in losses()}
 PPO, VALUES = CASES["ppo_clip"], CASES["value head"]
@@ -109,6 +113,7 @@ def test_a_batch_of_fewer_rows_than_ranks_gives_the_same_gradient(pair: LearnerG
 
 
 def test_a_batch_that_diverges_leaves_no_gradient_on_any_rank(pair: LearnerGroup, tmp_path: Path) -> None:
+    restarts = pair.restarts
     begin(pair, VALUES, tmp_path)
     samples = VALUES.samples(0, 4)
     broken = replace(samples[2], advantages=(float("nan"),) * len(samples[2].advantages), task_id="the-broken-one")
@@ -119,7 +124,7 @@ def test_a_batch_that_diverges_leaves_no_gradient_on_any_rank(pair: LearnerGroup
     with pytest.raises(DataError, match="integer token ids"):  # found before any rank has it
         odd = replace(samples[0], tokens=("<image>", *samples[0].tokens[1:]))
         pair.forward_backward(pack([odd], VALUES.algorithm, 48), VALUES.algorithm)
-    assert pair.restarts == 0
+    assert pair.restarts == restarts
 
 
 def test_reference_and_teacher_score_as_one_learners_do(pair: LearnerGroup, tmp_path: Path) -> None:
@@ -150,6 +155,19 @@ def test_an_exported_folder_is_an_ordinary_model(pair: LearnerGroup, tmp_path: P
     assert pair.logprobs(batch, "policy")[0] == pytest.approx(theirs.tolist(), rel=1e-9)
 
 
+def test_adapters_are_sent_as_peft_writes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES["adapters"]
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    group = new_group(case.config(1))
+    group.together("send_weights", "adapter", (), 3)
+    (folder,) = tmp_path.glob("headrace-adapters-*/policy-v3")
+    sent = load_file(folder / "adapter_model.safetensors")
+    ours = {name.replace(".default.weight", ".weight"): tensor for name, tensor in trained(group).items()}
+    assert sent.keys() == ours.keys() and all(torch.equal(sent[name], ours[name]) for name in sent)
+    assert json.loads((folder / "adapter_config.json").read_text())["r"] == case.config(1).model.lora.rank
+    group.close()
+
+
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
@@ -167,6 +185,40 @@ def test_a_checkpoint_of_two_ranks_is_read_by_the_local_learner_and_back(pair: L
         pair.load(tmp_path / folder)
         steps(pair, VALUES, [3])
         assert difference(trained(learner), trained(pair)) < 1e-9
+
+
+def written(group: LearnerGroup) -> None:
+    while not group.snapshot_written():
+        time.sleep(0.01)
+
+
+def test_a_snapshot_is_written_while_ranks_train_on_and_is_of_its_moment(pair: LearnerGroup, tmp_path: Path) -> None:
+    begin(pair, VALUES, tmp_path)
+    for moment in ("first", "second"):  # in the memory of the first
+        steps(pair, VALUES, [1])
+        before = trained(pair)
+        pair.snapshot()
+        pair.write_snapshot(tmp_path / moment)
+        steps(pair, VALUES, [2])
+        written(pair)
+        learner = Learner(VALUES.config())
+        learner.load(tmp_path / moment)
+        assert all(torch.equal(before[name], tensor) for name, tensor in trained(learner).items())
+        steps(learner, VALUES, [2])  # the optimizer's moments came along
+        assert difference(trained(learner), trained(pair)) < 1e-9
+
+
+def test_a_snapshot_is_lost_with_a_rank_and_training_goes_on(pair: LearnerGroup, tmp_path: Path) -> None:
+    begin(pair, VALUES, tmp_path)
+    restarts = pair.restarts
+    pair.snapshot()
+    assert isinstance(pair.ranks, PipeRanks)
+    os.kill(pair.ranks.pids[0], signal.SIGKILL)
+    pair.write_snapshot(tmp_path / "lost")
+    with pytest.raises(SnapshotLostError, match="ranks were lost while a checkpoint was written"):
+        written(pair)
+    assert pair.restarts == restarts + 1
+    steps(pair, VALUES, [1])
 
 
 @pytest.mark.slow
@@ -197,7 +249,7 @@ def test_checkpoints_fit_any_number_of_ranks(name: str, tmp_path: Path) -> None:
 
 
 def test_a_rank_that_is_killed_changes_nothing(pair: LearnerGroup, tmp_path: Path) -> None:
-    results = []
+    results, restarts = [], pair.restarts
     for killed in (False, True):
         begin(pair, VALUES, tmp_path / str(killed))
         steps(pair, VALUES, [1])
@@ -212,7 +264,7 @@ def test_a_rank_that_is_killed_changes_nothing(pair: LearnerGroup, tmp_path: Pat
         pair.forward_backward(VALUES.batch(4), VALUES.algorithm)  # from the checkpoint, with what came after it
         pair.optim_step(1e-3, 0.01)
         results.append(trained(pair))
-    assert pair.restarts == 1
+    assert pair.restarts == restarts + 1
     assert all(torch.equal(tensor, results[1][name]) for name, tensor in results[0].items())
 
 

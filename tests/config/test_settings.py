@@ -160,6 +160,7 @@ RUNS: list[dict[str, Any]] = [
     {"engine": {"name": "vllm", "urls": ["http://127.0.0.1:8000"]}},
     {"judge": {"placement": "ray"}, "cluster": {"address": "auto"}, "workflow": {"judger": "exact"}},
     {"backend": {"name": "mine.py:Backend"}, "cluster": {"address": "auto"}},
+    {"backend": {"name": "fsdp"}, "trainer": {"placement": "separate"}, "cluster": {"address": "auto"}},
     {"backend": {"name": "verl", "gradient_checkpointing": True}, "model": {"lora": {"rank": 4}}},
     {"backend": {"name": "mine.py:Backend"}, "judge": {"placement": "ray"}},
 ]
@@ -176,7 +177,7 @@ VALUES: dict[str, Any] = {
     "rollout.max_episode_tokens": 1000, "model.device": "cuda", "engine.server_env": {"A": "b"},
     "engine.urls": ["http://127.0.0.1:8001"], "cluster.address": "auto", "launch.slurm.options": ["--exclusive"],
     "launch.k8s.mount": "/data", "launch.ray.address": "http://head:8265",
-    "cluster.learner": {"GPU": 1}, "cluster.judger": {"CPU": 2}, "launch.hours": 3,
+    "cluster.learner": {"GPU": 1}, "cluster.judger": {"CPU": 2}, "cluster.engine": {"CPU": 2}, "launch.hours": 3,
     "cluster.labels": {"pool": "a"}, "launch.k8s.node_selector": {"pool": "a"},
 }  # fmt: skip
 """Values for settings whose type does not say enough."""

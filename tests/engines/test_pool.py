@@ -257,6 +257,64 @@ def test_a_replica_that_missed_a_sync_serves_only_after_it_has_the_weights() -> 
     run_virtual(work())
 
 
+class Returning(Mortal):
+    """Comes back by itself with the weights that it had, as an engine process does."""
+
+    async def _come_back(self, life: int) -> None:
+        await asyncio.sleep(self.comes_back_s)
+        if life == self.lives:
+            self.state = "serving"
+
+
+def test_a_replica_that_comes_back_with_older_weights_is_brought_the_newest_before_it_serves() -> None:
+    async def work() -> None:
+        first, second = Returning(comes_back_s=20), Returning()
+        pool, weights = EnginePool([first, second]), Learner()
+        sync = WeightSync(weights, weights, pool)
+        await sync.sync(1)
+        first.kill()
+        await sync.sync(2)
+        await asyncio.sleep(30)
+        assert (first.version, first.state) == (1, "serving")
+        assert {version for made in await asked(pool, 12) for version in made.versions} == {2}
+        assert first.version == 2
+        assert {version for made in await asked(pool, 12) for version in made.versions} == {2} and first.answered
+
+    run_virtual(work())
+
+
+def test_a_replica_that_dies_while_all_are_paused_resumes_with_them() -> None:
+    async def work() -> None:
+        first, second = Returning(comes_back_s=20), Returning()
+        pool, weights = EnginePool([first, second]), Learner()
+        await WeightSync(weights, weights, pool).sync(1)
+        await pool.pause()
+        first.kill()
+        await pool.resume()
+        await asyncio.sleep(30)
+        assert (first.state, first.paused, second.paused) == ("serving", True, False)
+        await asked(pool, 12)
+        assert not first.paused and len(await asked(pool, 12)) == 12 and first.answered
+
+    run_virtual(work())
+
+
+def test_a_replica_that_cannot_be_started_again_is_noticed_though_nobody_asks_it() -> None:
+    async def work() -> None:
+        engines = [Returning(), Returning()]
+        pool = EnginePool(engines)
+        for engine in engines:
+            engine.kill()
+        task = asyncio.ensure_future(asked(pool, 2))
+        await asyncio.sleep(1.0)
+        for engine in engines:
+            engine.kill(for_good=True)
+        with pytest.raises(EngineError, match="no replica is left of 2"):
+            await task
+
+    run_virtual(work())
+
+
 def test_a_replica_that_fails_the_canary_is_replaced_and_all_failing_is_an_error() -> None:
     async def work() -> None:
         _, (first, second), sync = new_pool(comes_back_s=5)

@@ -20,7 +20,7 @@ import pytest
 
 from checkpoint_data import FileBackend, SnapshotBackend, save_one, score, some_config, some_state, writer
 from headrace.config.loading import build_config
-from headrace.errors import CheckpointError, ConfigError
+from headrace.errors import CheckpointError, ConfigError, SnapshotLostError
 from headrace.run.checkpoint import checkpoint_folder, list_checkpoints, load_newest, step_of
 from headrace.run.checkpoint_writer import adopt, steps_to_keep, tidy
 from headrace.run.manifest import find_damage
@@ -153,6 +153,34 @@ async def test_closing_waits_and_cancelling_who_waits_cancels_nothing(tmp_path: 
     threading.Timer(0.05, backend.go_on.set).start()
     await saving.close()
     assert steps(tmp_path) == [5]
+
+
+class LosesCopies(SnapshotBackend):
+    """Whose processes die while they write."""
+
+    def _write(self, folder: Path, weights: int) -> None:
+        folder.mkdir()
+        if weights == 6:
+            raise SnapshotLostError("ranks were lost")
+        folder.rmdir()
+        super()._write(folder, weights)
+
+
+async def test_a_copy_that_is_lost_leaves_its_checkpoint_out_and_the_one_before_in_place(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = LosesCopies()
+    saving = writer(tmp_path, backend, keep_last=1)
+    for backend.weights in (5, 6):
+        await saving.save(some_state(backend.weights))
+        await saving.wait()
+        assert steps(tmp_path) == [5]
+    assert "step_000006 is left out: ranks were lost" in caplog.text
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000005"]
+    backend.weights = 7
+    await saving.save(some_state(7))
+    await saving.close()
+    assert steps(tmp_path) == [7]
 
 
 @pytest.mark.parametrize("given", [{"save_async": False}, {}])

@@ -19,6 +19,7 @@ from contracts.engine_harness import soon
 from forwards import decoded_logits
 from headrace.config import LoraSection, ModelSection
 from headrace.engines.base import Generation, SamplingParams
+from headrace.engines.process.child import EngineProcess
 from headrace.engines.process.engine import ProcessEngine
 from headrace.engines.process.wire import EngineOptions
 from headrace.engines.torch.engine import TorchEngine
@@ -28,7 +29,6 @@ from headrace.models import batched_decoding
 from headrace.models.causal import CausalModel, build_causal_model
 from headrace.models.load import load_model
 from headrace.models.modules import trained_parameters
-from headrace.utils.worker_process import WorkerProcess
 from headrace.weights.digest import weight_digest
 from headrace.weights.in_place import InPlace
 from headrace.weights.shared_memory import SharedWeights
@@ -172,10 +172,10 @@ async def test_pinned_weights_stay_on_the_device(make: Make) -> None:
     assert await soon(engine.generate([3, 4, 5], PARAMS[0], 1, pinned=True)) == before
 
 
-def launch_sim(options: EngineOptions, files: Sequence[int]) -> WorkerProcess:
+def launch_sim(options: EngineOptions, files: Sequence[int]) -> EngineProcess:
     """An engine process that knows the device."""
     path = os.pathsep.join([os.path.dirname(sim_device.__file__), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return WorkerProcess("sim_worker", files, {"OMP_NUM_THREADS": str(options.threads), "PYTHONPATH": path})
+    return EngineProcess("sim_worker", files, {"OMP_NUM_THREADS": str(options.threads), "PYTHONPATH": path})
 
 
 @pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"lora": LoraSection(rank=4, targets=("q_proj",))}])

@@ -106,3 +106,15 @@ def test_a_run_is_resumed_with_another_number_of_ranks_evaluated_and_exported(tm
     assert (folder / "model.safetensors").is_file()
     replayed = list(Replay(resumed.run_dir, until=1))  # up to rounding
     assert [step.step for step in replayed] == [1]
+
+
+@pytest.mark.slow
+def test_ranks_feed_several_engine_replicas_to_the_same_bits(tmp_path: Path) -> None:
+    found = []
+    for replicas in (1, 2):
+        values = run_values(tmp_path / str(replicas)) | {"engine": {"replicas": replicas, "threads": 1}}
+        ledger = Ledger.read(UnifiedTrainer(values).fit().run_dir)
+        found.append([ledger.weight_sync(version) for version in range(1, STEPS + 1)])
+        ledger.close()
+    one, two = ([synced and synced.digest for synced in each] for each in found)
+    assert one == two and None not in one

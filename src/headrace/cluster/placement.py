@@ -1,4 +1,4 @@
-"""What is placed where: a placement group for each part of a run (its learners, its judgers).
+"""What is placed where: a placement group for each part of a run (its learners, its engines, its judgers).
 
 A bundle is what one actor takes (`{"GPU": 1, "CPU": 4}`). Ray reserves all bundles of a group, or none.
 """
@@ -19,28 +19,32 @@ from headrace.config import ClusterSection
 from headrace.errors import ConfigError
 
 PREFIX = "headrace:"
+SHARE = 0.5
+"""Of a bundle that a rank of the learner and a colocated server have between them."""
 _open: dict[str, Placed] = {}
 """By the ids of their groups. Of this process, as its connection is."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """The placement of one part: `what` ("learner", "judger"), and the nodes of its bundles."""
+    """The placement of one part: `what` ("learner", "engine", "judger"), and the nodes of its bundles."""
 
     what: str
     group: PlacementGroup
     resources: Mapping[str, float]
     count: int
 
-    def options(self, index: int) -> dict[str, Any]:
-        """For `Actor.options(**...)`: the bundle with this index, and all that is in it."""
-        amounts = {name: value for name, value in self.resources.items() if name not in ("CPU", "GPU", "memory")}
+    def options(self, index: int, share: float = 1.0) -> dict[str, Any]:
+        """For `Actor.options(**...)`: the bundle with this index, and all that is in it, or a share of it. Who shares a
+        bundle with one GPU is given the same GPU."""
+        taken = {name: value * share for name, value in self.resources.items()}
+        amounts = {name: value for name, value in taken.items() if name not in ("CPU", "GPU", "memory")}
         found: dict[str, Any] = {
             "scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, index % self.count),
-            "num_cpus": self.resources.get("CPU", 0),
-            "num_gpus": self.resources.get("GPU", 0),
+            "num_cpus": taken.get("CPU", 0),
+            "num_gpus": taken.get("GPU", 0),
         }
-        found |= {"memory": self.resources["memory"]} if self.resources.get("memory") else {}
+        found |= {"memory": taken["memory"]} if taken.get("memory") else {}
         return found | ({"resources": amounts} if amounts else {})
 
     def nodes(self) -> list[str]:

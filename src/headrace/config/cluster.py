@@ -6,7 +6,7 @@ import re
 from pathlib import PurePosixPath
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 import headrace.config.conditions.cluster as when
 from headrace.config.base import LONGEST_S, Section
@@ -27,6 +27,9 @@ class ClusterSection(Section):
     or not at all."""
     learner: Resources = {"CPU": 1.0}
     """What each rank of the learner takes, such as { CPU = 4, GPU = 1 }. A colocated engine shares it."""
+    engine: Resources = {}
+    """What each engine replica takes, such as { CPU = 4, GPU = 1 }. Empty: engines run on the trainer's machine. A
+    colocated engine has no bundle of its own."""
     judger: Resources = {"CPU": 1.0}
     """What each judger actor takes."""
     labels: dict[str, str] = {}
@@ -39,15 +42,16 @@ class ClusterSection(Section):
 
     effects: ClassVar = declare(
         when.PLACES("address"),
-        when.ON_RAY("strategy", "learner", "judger", "labels", "runtime_env", "patience_s"),
+        when.ON_RAY("strategy", "learner", "engine", "judger", "labels", "runtime_env", "patience_s"),
         when.RAY_LEARNERS("learner"),
+        when.RAY_ENGINES("engine"),
         when.RAY_JUDGERS("judger"),
     )
 
-    @field_validator("learner", "judger")
+    @field_validator("learner", "engine", "judger")
     @classmethod
-    def _takes_something(cls, resources: dict[str, float]) -> dict[str, float]:
-        if not any(resources.values()):
+    def _takes_something(cls, resources: dict[str, float], info: ValidationInfo) -> dict[str, float]:
+        if not any(resources.values()) and (resources or info.field_name != "engine"):
             raise ValueError(f"must take something, got {resources}; such as {{ CPU = 1 }}")
         return resources
 

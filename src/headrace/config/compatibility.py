@@ -24,7 +24,8 @@ FREE = (
 
 UNLESS_DETERMINISTIC = (
     "backend.micro_batch_tokens", "backend.logits_chunk", "backend.share_prefixes", "backend.gradient_checkpointing",
-    "backend.checkpoint_every", "backend.ranks", "backend.shard", "backend.cpu_offload", "backend.threads",
+    "backend.checkpoint_every", "backend.ranks", "backend.shard", "backend.cpu_offload", "backend.tensor_parallel",
+    "backend.context_parallel", "backend.threads",
     "engine.threads", "engine.kept_tokens", "trainer.placement",
     "trainer.stream", "trainer.release_cache",
     "model.device", "model.dtype", "model.tf32", "model.attention", "model.fast_path", "optimizer.master_dtype",

@@ -132,9 +132,28 @@ def places_judgers(config: RunConfig) -> bool:
     return config.judge.placement == "ray"
 
 
+def places_engines(config: RunConfig) -> bool:
+    """Whether engine replicas have bundles of their own on a cluster."""
+    return bool(config.cluster.address and config.cluster.engine)
+
+
+def shares_bundles(config: RunConfig) -> bool:
+    """Whether servers are started in the bundles of the learner's ranks."""
+    ranked = config.backend.name == "fsdp" and bool(config.cluster.address)
+    return ranked and on_servers(config) and not config.engine.urls and config.trainer.placement == "colocate"
+
+
+def starts_engines(config: RunConfig) -> bool:
+    """Whether there are engines that Headrace starts, apart from the learner."""
+    own = has_own({config.engine.name}, "engine")
+    started = config.trainer.placement == "separate" and not config.engine.urls and config.backend.name != "tinker"
+    return own or started
+
+
 def uses_ray(config: RunConfig) -> bool:
     """Whether the run has parts that are placed on a Ray cluster."""
-    return bool(config.cluster.address) and (places_learners(config) or places_judgers(config))
+    parts = (places_learners(config), places_judgers(config), places_engines(config))
+    return bool(config.cluster.address) and any(parts)
 
 
 def sampler_kind(config: RunConfig) -> tuple[str, str]:

@@ -12,7 +12,16 @@ from collections.abc import Callable, Collection, Iterator
 from operator import attrgetter
 
 from headrace.config import AlgorithmSection, RunConfig, TrainerSection, flatten
-from headrace.config.derived import chosen, estimator_facts, has_own, loss_facts, reads_pairs, rolls_out
+from headrace.config.derived import (
+    chosen,
+    estimator_facts,
+    has_own,
+    loss_facts,
+    places_engines,
+    reads_pairs,
+    rolls_out,
+    shares_bundles,
+)
 from headrace.config.effect import idle_settings
 from headrace.errors import ConfigError
 from headrace.registry import facts, is_loaded
@@ -161,6 +170,18 @@ def _placing(config: RunConfig) -> Iterator[str]:
         yield (
             'judge.placement = "ray" needs a cluster, and cluster.address is empty; set it to "auto", "local" or the '
             "address of one"
+        )
+    on_ray = places_engines(config) or shares_bundles(config)
+    if on_ray and config.engine.name == "sglang":
+        yield (
+            'engine "sglang" is not started on a cluster; start its servers on their nodes and name them in '
+            'engine.urls, or set engine.name = "vllm" or "torch"'
+        )
+    if on_ray and config.engine.name == "vllm" and config.model.lora.rank:
+        yield (
+            f"model.lora.rank = {config.model.lora.rank} sends adapters to vLLM through a folder of this machine, "
+            f"which servers on a cluster do not see; set model.lora.rank = 0, or cluster.engine = {{}} with "
+            f'trainer.placement = "separate"'
         )
 
 

@@ -141,6 +141,10 @@ class BackendSection(Section):
     one."""
     shard: int = Field(default=0, ge=0, le=65_536)
     """So many ranks hold the model between them; several such groups hold it several times over (HSDP). 0: all."""
+    tensor_parallel: int = Field(default=1, ge=1, le=1024)
+    """Ranks that split each layer between them. More than 1 is refused: ranks gather complete layers."""
+    context_parallel: int = Field(default=1, ge=1, le=1024)
+    """Ranks that split each row between them. More than 1 is refused: attention within a pack of rows is not split."""
     cpu_offload: bool = False
     """Keep shards of parameters, gradients and optimizer state in host memory, and on the GPU only while they are
     needed."""
@@ -160,7 +164,7 @@ class BackendSection(Section):
         shared.ON_SERVERS("routing_replay"),
         when.ROUTES_BY_ITSELF("share_prefixes"),
         when.RANKS("ranks", "shard", "rank_timeout_s"),
-        when.FSDP("cpu_offload"),
+        when.FSDP("cpu_offload", "tensor_parallel", "context_parallel"),
         when.VERL("verl"),
     )
 

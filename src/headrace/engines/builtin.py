@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TypeVar
 
 from headrace.config import RunConfig
+from headrace.config.derived import places_engines
 from headrace.engines.base import EngineAbilities, ModelHost, RolloutEngine, SamplingParams
 from headrace.engines.placement import DETERMINISTIC_ROWS, engine_threads, takes_turns
 from headrace.engines.pool import EnginePool
@@ -12,6 +13,7 @@ from headrace.engines.process.engine import ProcessEngine
 from headrace.engines.process.wire import EngineOptions
 from headrace.engines.torch.engine import TorchEngine, usable_length
 from headrace.errors import ConfigError
+from headrace.registry import load_object
 from headrace.weights.in_place import InPlace
 from headrace.weights.shared_memory import SharedBuffers
 
@@ -76,6 +78,9 @@ def _in_process(config: RunConfig, host: ModelHost) -> RolloutEngine:
         threads=engine_threads(config),
     )
     weights = _sender(host, SharedBuffers)
+    weights.grow(section.replicas)
+    if places_engines(config):
+        return load_object("headrace.engines.process.placed:placed_engines")(config, weights, options)
     if section.replicas == 1:
         return ProcessEngine(weights, options)
     return EnginePool([ProcessEngine(weights, options, waits=False) for _ in range(section.replicas)])

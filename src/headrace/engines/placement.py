@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from headrace.config import RunConfig
+from headrace.config.derived import places_engines
 from headrace.errors import ConfigError
 
 DETERMINISTIC_THREADS = 2
@@ -27,7 +28,7 @@ def learner_threads(config: RunConfig) -> int:
         return config.backend.threads or DETERMINISTIC_THREADS
     if config.backend.threads or config.trainer.placement == "colocate":
         return config.backend.threads
-    engines = engine_threads(config) * config.engine.replicas
+    engines = 0 if places_engines(config) else engine_threads(config) * config.engine.replicas
     return max(1, _cores() - engines)  # both with all cores would stand in each other's way
 
 
@@ -56,6 +57,8 @@ def engine_threads(config: RunConfig) -> int:
     """Threads of an engine in a process of its own; of each, if there are several."""
     if config.run.deterministic:
         return config.engine.threads or learner_threads(config)
+    if places_engines(config):
+        return config.engine.threads or max(1, int(config.cluster.engine.get("CPU", 1)))
     return config.engine.threads or max(1, _cores() // 2 // config.engine.replicas)
 
 

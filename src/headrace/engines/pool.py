@@ -36,8 +36,10 @@ class Replica:
     in_flight: int = 0
     gone: EngineError | None = None
     """Why it will not come back."""
+    missed: bool = False
+    """It was away when the others were paused or resumed."""
     stale: bool = False
-    """It was pinned, and the next weight sync has to bring it the current version."""
+    """It was pinned or away during a weight sync, and has to be brought the current version."""
 
     @property
     def reachable(self) -> bool:
@@ -53,14 +55,18 @@ class Replica:
 class EnginePool:
     """Made on any thread; from its first call on it belongs to the event loop of that call.
 
-    `pins_one`: the replicas have one version at a time, so a pin keeps one of them out of weight syncs.
+    `pins_one`: the replicas have one version at a time, so a pin keeps one of them out of weight syncs. `release` is
+    called when all are closed.
     """
 
     routes: Literal[True] = True
 
-    def __init__(self, engines: Sequence[RolloutEngine], pins_one: bool = False) -> None:
+    def __init__(
+        self, engines: Sequence[RolloutEngine], pins_one: bool = False, release: Callable[[], None] = lambda: None
+    ) -> None:
         self.replicas = [Replica(number, engine) for number, engine in enumerate(engines)]
         self._pins_one = pins_one
+        self._release = release
         self._pinned: Replica | None = None
         self._pinned_version: int | None = None
         self._in_pin = 0
@@ -69,6 +75,8 @@ class EnginePool:
         self._updating: list[Replica] = []
         self._restore: Restore | None = None
         self._restarts = self._reissued = 0
+        self._version = 0  # of the last weight sync
+        self._catching_up: set[asyncio.Task[None]] = set()
         self._closed = False
 
     # ---- sampling -------------------------------------------------------------------------------------------------
@@ -118,10 +126,37 @@ class EnginePool:
                 found = [self._pinned]
             else:
                 found = [one for one in self.replicas if one.serves and one is not self._pinned]
+            found = [one for one in found if one is self._pinned or not self._is_behind(one)]
             if found:
                 number = choose(affinity, [one.number for one in found], lambda n: self.replicas[n].in_flight)
                 return self.replicas[number]
+            self._note_ends()
             await asyncio.sleep(_POLL_S)
+
+    def _is_behind(self, replica: Replica) -> bool:
+        """Whether it has come back by itself, and has missed what the others were asked; it catches up."""
+        old = self._restore is not None and replica.engine.health().version < self._version
+        if not (old or replica.missed):
+            return False
+        replica.stale = True
+        task = asyncio.create_task(self._catch_up(replica), name="headrace-pool-catch-up")
+        self._catching_up.add(task)
+        task.add_done_callback(self._catching_up.discard)
+        return True
+
+    async def _catch_up(self, replica: Replica) -> None:
+        """If the learner has moved on, or it is lost once more, the next weight sync brings it the newest."""
+        life, engine = replica.life, replica.engine
+        replica.missed = False
+        try:
+            if self._restore is None or engine.health().version >= self._version:
+                await self._align(engine)
+                replica.stale = False
+            else:
+                replica.stale = not await self._restored(engine)
+        except EngineError as error:
+            if not self._note_loss(replica, life, error):
+                raise
 
     # ---- loss -----------------------------------------------------------------------------------------------------
 
@@ -147,6 +182,14 @@ class EnginePool:
         self._check_usable()
         return True
 
+    def _note_ends(self) -> None:
+        """Nobody asks a replica that is being started, so nobody hears that it could not be."""
+        for one in self.replicas:
+            why = one.engine.health().error
+            if one.gone is None and why is not None:
+                one.gone = EngineError(why)
+                _log.warning("replica %d does not come back: %s", one.number, why)
+
     def _check_usable(self) -> None:
         if self._closed:
             raise EngineError("the engine is closed")
@@ -157,6 +200,7 @@ class EnginePool:
     async def recovered(self) -> None:
         """Return when there is a replica to talk to."""
         while not any(one.reachable for one in self.replicas):
+            self._note_ends()
             self._check_usable()
             await asyncio.sleep(_POLL_S)
 
@@ -229,11 +273,17 @@ class EnginePool:
 
     async def pause(self) -> None:
         self._paused = True
+        self._note_missing()
         await self._all(lambda engine: engine.pause())
 
     async def resume(self) -> None:
         self._paused = False
+        self._note_missing()
         await self._all(lambda engine: engine.resume())
+
+    def _note_missing(self) -> None:
+        for one in self.replicas:
+            one.missed |= self._opened and not one.reachable
 
     async def begin_update(self, version: int) -> None:
         taking = [one for one in self._reachable() if one is not self._pinned]
@@ -246,6 +296,7 @@ class EnginePool:
         self._updating = [one for one, _ in ended]
         for one in self._updating:
             one.stale = False
+        self._version = version
         digests = {digest for _, digest in ended}
         if len(digests) > 1:
             found = ", ".join(f"{one.number}: {digest}" for one, digest in ended)
@@ -334,4 +385,7 @@ class EnginePool:
 
     async def close(self) -> None:
         self._closed = True
+        for task in self._catching_up:
+            task.cancel()
         await asyncio.gather(*(one.engine.close() for one in self.replicas), return_exceptions=True)
+        await asyncio.to_thread(self._release)

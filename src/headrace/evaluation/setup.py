@@ -45,7 +45,8 @@ def in_this_process(config: RunConfig) -> RunConfig:
     backend = config.backend
     if backend.name in ("fsdp", "verl"):  # whose checkpoints the local backend reads
         backend = BackendSection(**backend.model_dump(include={"micro_batch_tokens", "logits_chunk", "threads"}))
-    return config.model_copy(update={"trainer": trainer, "engine": engine, "backend": backend})
+    cluster = config.cluster.model_copy(update={"engine": {}})
+    return config.model_copy(update={"trainer": trainer, "engine": engine, "backend": backend, "cluster": cluster})
 
 
 def assemble_evaluation(config: RunConfig) -> EvaluationParts:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from headrace.config import TrainerSection
 from headrace.config.rules import best_metric
-from headrace.errors import BackendError, CheckpointError, ConfigError
+from headrace.errors import BackendError, CheckpointError, ConfigError, SnapshotLostError
 from headrace.run import manifest
 from headrace.run.checkpoint import Report, TrainerState, checkpoint_folder, find_intact, list_checkpoints, step_of
 from headrace.utils.durable import put_in_place, sync_tree
@@ -93,9 +93,14 @@ class CheckpointWriter:
         self, target: Path, write: WriteState | None, texts: Mapping[str, str], keep: Callable[[list[int]], set[int]]
     ) -> None:
         beside = _beside(target, _PARTIAL)
-        with explained(target, self._run_dir):
+        try:
             if write is not None:
-                write(beside)
+                with explained(target, self._run_dir):
+                    write(beside)
+        except SnapshotLostError as error:
+            _log.warning("the checkpoint %s is left out: %s", target, error)
+            return
+        with explained(target, self._run_dir):
             for name, text in texts.items():
                 (beside / name).write_text(text)
             manifest.seal(beside, step=step_of(target))
@@ -141,7 +146,7 @@ def explained(target: Path, run_dir: Path) -> Iterator[None]:
         yield
     except Exception as error:
         shutil.rmtree(_beside(target, _PARTIAL), ignore_errors=True)
-        if not isinstance(error, (OSError, BackendError)):
+        if isinstance(error, SnapshotLostError) or not isinstance(error, (OSError, BackendError)):
             raise
         why = (error.strerror if isinstance(error, OSError) else None) or str(error)
         whole = list_checkpoints(run_dir)

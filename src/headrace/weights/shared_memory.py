@@ -1,8 +1,9 @@
 """Transport "shared_memory": trained weights in memory that learner and engine process share.
 
 There are three buffers: the one that the engine decodes with, the one that the next version is written to, and one
-more while weights are pinned. Each is an anonymous file: it has no name that could be left behind, is not bound by
-the size of /dev/shm, takes memory only once it is written to, and is gone with the last process that has it open.
+more while weights are pinned; of several engines, one more for each. Each is an anonymous file: it has no name that
+could be left behind, is not bound by the size of /dev/shm, takes memory only once it is written to, and is gone with
+the last process that has it open.
 On the CPU the engine decodes with the buffers themselves. To and from a device, weights are copied through them.
 """
 
@@ -29,6 +30,7 @@ from headrace.utils.bulk_copy import THREADS, bulk_map
 from headrace.weights.source import ModelWeights
 
 BUFFERS = 3
+"""For one engine process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +78,11 @@ class SharedBuffers(ABC):
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        self.files = [_anonymous_file(self.layout.size) for _ in range(BUFFERS)]
+        self.files = [anonymous_file(self.layout.size) for _ in range(BUFFERS)]
         self._maps = [mmap.mmap(file, self.layout.size) for file in self.files]
         self._written: set[int] = set()
+        self.writes = [0] * BUFFERS
+        """How often each was written."""
         self._reserved: int | None = None
         self._to_take = 0
         self._readers: list[Callable[[], Collection[int | None]]] = []
@@ -88,10 +92,17 @@ class SharedBuffers(ABC):
         any number of them."""
         self._readers.append(uses)
 
+    def grow(self, readers: int) -> None:
+        """Before processes are started: one that comes back late may need a version that no other has any more."""
+        for _ in range(len(self.files), readers + BUFFERS - 1):
+            self.files.append(anonymous_file(self.layout.size))
+            self._maps.append(mmap.mmap(self.files[-1], self.layout.size))
+            self.writes.append(0)
+
     def reserve(self, used: Collection[int | None]) -> None:
         """Choose the buffer of the next version: not one in use, and rather one that has memory already."""
         taken = {*used, *(buffer for uses in self._readers for buffer in uses())}
-        free = [buffer for buffer in range(BUFFERS) if buffer not in taken]
+        free = [buffer for buffer in range(len(self.files)) if buffer not in taken]
         self._reserved = min(free, key=lambda buffer: (buffer not in self._written, buffer))
         self._to_take = max(1, len(self._readers))
 
@@ -119,6 +130,7 @@ class SharedBuffers(ABC):
         """Copy the learner's weights as they are now into a buffer."""
         self.copy_into(buffer)
         self._written.add(buffer)
+        self.writes[buffer] += 1
 
     @abstractmethod
     def copy_into(self, buffer: int) -> None:
@@ -297,7 +309,13 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def _anonymous_file(size: int) -> int:
+def mapped(file: int, size: int) -> mmap.mmap:
+    """A buffer's memory."""
+    return mmap.mmap(file, size)
+
+
+def anonymous_file(size: int) -> int:
+    """A file that has no name, and is gone with the last process that has it open."""
     if hasattr(os, "memfd_create"):
         file = os.memfd_create("headrace-weights")
     else:

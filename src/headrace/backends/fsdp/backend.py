@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -16,7 +17,7 @@ from headrace.backends.fsdp.sending import RankBuffers, RankSender, RankWeights
 from headrace.backends.local.check import check_model
 from headrace.backends.local.numerics import numerics
 from headrace.backends.local.token_losses import require_known_losses
-from headrace.config import AlgorithmSection, RunConfig
+from headrace.config import AlgorithmSection, BackendSection, RunConfig
 from headrace.data.episode import Step
 from headrace.data.sample import NO_VERSION, Sample, TrainBatch
 from headrace.engines.base import ModelHost
@@ -29,6 +30,7 @@ from headrace.weights.canary import Rows
 from headrace.weights.sender import TO_SERVERS
 
 T = TypeVar("T")
+_LOOK_S = 0.1
 
 
 class FsdpBackend:
@@ -96,6 +98,16 @@ class FsdpBackend:
     async def save(self, folder: Path) -> None:
         await self._on_thread(lambda: self.group.save(folder))
 
+    async def snapshot(self) -> Callable[[Path], None]:
+        await self._on_thread(self.group.snapshot)
+        return self._write_snapshot
+
+    def _write_snapshot(self, folder: Path) -> None:
+        """On the thread that writes checkpoints: the ranks write between the calls that train them."""
+        self._thread.submit(lambda: self.group.write_snapshot(folder)).result()
+        while not self._thread.submit(self.group.snapshot_written).result():
+            time.sleep(_LOOK_S)
+
     def saved(self, folder: Path) -> None:
         self._thread.submit(lambda: self.group.saved(folder)).result()
 
@@ -140,6 +152,7 @@ def check_ranks(config: RunConfig) -> None:
             f"backend.shard = {section.shard} ranks hold the model between them, and backend.ranks = {size} is no "
             f"multiple of it; set it to a divisor, or to 0 for all ranks"
         )
+    _refuse_parallel(section)
     if config.trainer.placement != "separate" and config.engine.name == "torch":
         raise ConfigError(
             f'backend "{section.name}" holds the model in shards, which engine "torch" cannot decode with in place; '
@@ -148,4 +161,20 @@ def check_ranks(config: RunConfig) -> None:
     if section.cpu_offload and not torch.cuda.is_available() and not config.cluster.address:
         raise ConfigError(
             "backend.cpu_offload = true keeps shards in host memory, and without a GPU they are there; set it to false"
+        )
+
+
+def _refuse_parallel(section: BackendSection) -> None:
+    """What neither transformers nor torch does with packed rows."""
+    if section.tensor_parallel > 1:
+        raise ConfigError(
+            f"backend.tensor_parallel = {section.tensor_parallel} splits layers between ranks, which backend "
+            f'"{section.name}" does not do; set it to 1, and let more ranks hold the model in shards (backend.ranks). '
+            f'Servers split layers by engine.server_args = ["--tensor-parallel-size", "{section.tensor_parallel}"]'
+        )
+    if section.context_parallel > 1:
+        raise ConfigError(
+            f"backend.context_parallel = {section.context_parallel} splits rows between ranks, and torch's ring "
+            f"attention does not know packs of rows; set it to 1, and save memory by "
+            f"backend.gradient_checkpointing = true, or a lower backend.logits_chunk"
         )

@@ -17,7 +17,7 @@ from headrace.backends.ranks.base import Ranks, RanksLostError
 from headrace.config import AlgorithmSection
 from headrace.data.episode import Step
 from headrace.data.sample import TrainBatch
-from headrace.errors import DivergedError
+from headrace.errors import DivergedError, SnapshotLostError
 from headrace.models.packed import require_text
 from headrace.tracking.metrics import MetricsAggregator
 
@@ -74,6 +74,22 @@ class LearnerGroup:
         """Every rank writes its shards."""
         self._log.mark()
         self.together("save", folder)
+
+    def snapshot(self) -> None:
+        """Every rank copies its shards."""
+        self.together("snapshot")
+        self._log.mark()
+
+    def write_snapshot(self, folder: Path) -> None:
+        """Every rank begins to write its copy, beside what it is called for."""
+        self.together("write_snapshot", folder)
+
+    def snapshot_written(self) -> bool:
+        """Whether all have written; SnapshotLostError if ranks were started again since."""
+        found = self.together("snapshot_written")
+        if None in found:
+            raise SnapshotLostError("ranks were lost while a checkpoint was written, and their copies with them")
+        return all(found)
 
     def load(self, folder: Path) -> None:
         """Read a checkpoint of any number of ranks, or of the local backend."""

@@ -13,7 +13,7 @@ from headrace.backends.base import Scorer, Trained
 from headrace.backends.fsdp.forward import RankForward
 from headrace.backends.fsdp.sharding import Root, as_fsdp, decoder_layers, full, new_mesh, shard_modules
 from headrace.backends.fsdp.shares import Share
-from headrace.backends.fsdp.storage import export_gathered, load_shards, save_shards
+from headrace.backends.fsdp.storage import Snapshots, export_gathered, load_shards, save_shards
 from headrace.backends.fsdp.weights import GatheredWeights, SendsWeights
 from headrace.backends.local.frozen import FrozenModel, score_rows
 from headrace.backends.local.learner import Found, Learner
@@ -26,6 +26,7 @@ from headrace.errors import DivergedError
 from headrace.models.bfloat16 import make_bfloat16_safe
 from headrace.models.device import forward_dtype
 from headrace.models.load import load_model
+from headrace.weights.source import ModelWeights
 
 T = TypeVar("T")
 EMPTY = Sample(tokens=(0, 0), loss_mask=(1,), logprobs=(0.0,), versions=(NO_VERSION,), advantages=(0.0,))
@@ -43,6 +44,7 @@ class RankLearner(SendsWeights, Learner):
         self.size = size
         self.forward_dtype = forward_dtype(config.model)
         self._root: Root | None = None
+        self._snapshots: Snapshots | None = None
         self._valued = False
         self._diverged: DivergedError | None = None
         Learner.__init__(self, config)
@@ -90,11 +92,29 @@ class RankLearner(SendsWeights, Learner):
         held = not self.config.model.lora.rank  # adapters are sent as they are held
         return GatheredWeights(super().weights(), self.forward_dtype if held else None)
 
+    def adapter_config(self) -> dict[str, Any]:
+        return ModelWeights(self.hf_model).adapter_config()
+
     def weights(self) -> dict[str, Tensor]:
         return {name: full(tensor) for name, tensor in super().weights().items()}
 
     def save(self, folder: Path) -> None:
         save_shards(folder, self.state(), self.size)
+
+    def snapshot(self) -> None:
+        """Copy this rank's shards; `write_snapshot` writes them."""
+        if self._snapshots is None:
+            self._snapshots = Snapshots(self.size)
+        self._snapshots.take(self.state())
+
+    def write_snapshot(self, folder: Path) -> None:
+        """Begin to write the copy, beside training."""
+        if self._snapshots is not None:
+            self._snapshots.write(folder)
+
+    def snapshot_written(self) -> bool | None:
+        """Whether it is complete; None if these ranks know of none."""
+        return self._snapshots.written() if self._snapshots is not None else None
 
     def load(self, folder: Path) -> None:
         teacher = load_shards(folder, self.modules(), self.optimizer, self.size)

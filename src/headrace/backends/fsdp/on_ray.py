@@ -10,8 +10,9 @@ import ray
 from headrace.backends.fsdp.launching import environment, rank_program, rank_threads
 from headrace.backends.ranks.actors import RayRanks
 from headrace.cluster.connection import connect
-from headrace.cluster.placement import Placed, place
+from headrace.cluster.placement import SHARE, Placed, place
 from headrace.config import RunConfig
+from headrace.config.derived import shares_bundles
 from headrace.errors import ConfigError
 
 _log = logging.getLogger("headrace")
@@ -32,7 +33,8 @@ class RayLauncher:
         if config.run.deterministic:
             threads = rank_threads(config, placed.count)
         env = {name: value for name, value in environment(0, threads).items() if name != "CUDA_VISIBLE_DEVICES"}
-        options = [{**placed.options(rank), "runtime_env": {"env_vars": env}} for rank in range(placed.count)]
+        share = SHARE if shares_bundles(config) else 1.0
+        options = [{**placed.options(rank, share), "runtime_env": {"env_vars": env}} for rank in range(placed.count)]
         return RayRanks(rank_program(config, threads), options, config.backend.rank_timeout_s, placed.close)
 
     def has_more(self) -> bool:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from headrace.backends.local.storage import (
     MOMENTS,
     State,
     check_state,
+    copy_state,
     export_folder,
     load_teacher,
     read_files,
@@ -30,15 +32,48 @@ from headrace.errors import BackendError, boundary
 from headrace.models.load import load_model
 
 
-def save_shards(folder: Path, state: State, size: int) -> None:
-    """Every rank writes its shards."""
+def save_shards(folder: Path, state: State, size: int, group: Any = None) -> None:
+    """Every rank writes its shards. They agree on who writes what within `group`; by default, within that of all."""
     folder.mkdir(parents=True, exist_ok=True)
     with boundary(BackendError, f"cannot write the checkpoint {folder}"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of one rank, it warns that it is alone
-        dcp.save(flattened(state), checkpoint_id=str(folder), no_dist=size == 1)
+        dcp.save(flattened(state), checkpoint_id=str(folder), process_group=group, no_dist=size == 1)
         if size == 1 or dist.get_rank() == 0:
             facts = {"format": 2, "trained_tensors": len(state["weights"]), "ranks": size}
             (folder / "backend.json").write_text(json.dumps(facts))
+
+
+class Snapshots:
+    """A rank's state as it was, in host memory, and the thread that writes it while the rank trains on."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._copied: State | None = None  # whose memory the next one uses
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="headrace-shards")
+        self._writing: Future[None] | None = None
+        # a group of its own: in that of training, messages of the two would mix
+        self._group = dist.new_group(backend="gloo") if size > 1 else None
+
+    def take(self, state: State) -> None:
+        """Copy it. What was written of the one before is complete."""
+        self._copied = copy_state(state, self._copied if _same_tensors(state, self._copied) else None)
+
+    def write(self, folder: Path) -> None:
+        """Begin to write."""
+        assert self._copied is not None, "take comes first"
+        self._writing = self._thread.submit(save_shards, folder, self._copied, self._size, self._group)
+
+    def written(self) -> bool | None:
+        """Whether it is complete; None of a rank that was started since, and knows of none. Raises what went wrong."""
+        if self._writing is None:
+            return None
+        if self._writing.done():
+            self._writing.result()
+        return self._writing.done()
+
+
+def _same_tensors(state: State, other: State | None) -> bool:
+    return other is not None and all(state[kind].keys() == other.get(kind, {}).keys() for kind in state)
 
 
 def load_shards(

@@ -67,6 +67,10 @@ class SendsWeights(ABC):
     def gathered(self) -> GatheredWeights:
         """The trained weights as a weight sync sends them; gathering them is collective."""
 
+    def adapter_config(self) -> dict[str, Any]:
+        """What PEFT would write beside adapters."""
+        raise NotImplementedError
+
     def write_weights(self, layout: Layout | None, path: str, writers: Sequence[int]) -> str:
         """Gather the trained weights and write them to a mapped file; their digest, on rank 0."""
         return write_weights(self.gathered(), layout, path, writers, self.rank)
@@ -81,7 +85,8 @@ class SendsWeights(ABC):
         try:
             if self.rank == 0:
                 if transport not in self._transfers:
-                    self._transfers[transport] = new_transfer(transport)
+                    arguments = (self.adapter_config(),) if transport == "adapter" else ()
+                    self._transfers[transport] = new_transfer(transport, *arguments)
                 transfer = self._transfers[transport]
                 transfer.open(endpoints, self.rank)
                 return transfer.send(stream, version)

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import faulthandler
 import logging
-import os
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -22,6 +19,7 @@ from headrace.backends.ranks.base import Program, RanksLostError
 from headrace.backends.ranks.wire import Answer
 from headrace.backends.ranks.worker import answer
 from headrace.registry import load_object
+from headrace.utils.machine import machine
 
 _log = logging.getLogger("headrace")
 _LOOK_S = 1.0
@@ -171,14 +169,6 @@ class RayRanks:
             with suppress(RayError, GetTimeoutError):
                 stacks = ray.get(actor.stacks.options(concurrency_group="watch").remote(), timeout=_STACKS_S)
             _log.error("rank %d hangs in %s:\n%s", rank, method, stacks)
-
-
-def machine() -> str:
-    """The same for all processes that see each other's files in /proc: two nodes may be on one machine."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return socket.gethostname()
 
 
 def _first_line(error: Exception) -> str:

@@ -28,6 +28,7 @@ class VerlBackend(FsdpBackend):
     """Full fine-tuning or LoRA by verl's FSDP2 engine. What it computes is what the local backend would."""
 
     transports: ClassVar[tuple[str, ...]] = ("shared_memory", *TO_SERVERS)
+    snapshot = None  # type: ignore[assignment]  # its workers write their files at once
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)

@@ -14,7 +14,14 @@ class Child(Protocol):
     """An engine process."""
 
     pid: int
-    connection: socket.socket
+
+    def connect(self) -> socket.socket:
+        """The socket at whose other end it is. May take long; OSError if it has gone meanwhile."""
+        ...
+
+    def fill(self, buffer: int) -> None:
+        """Bring what is in a buffer to where the process reads it."""
+        ...
 
     def last_output(self) -> str:
         """The end of what it has printed."""
@@ -30,11 +37,21 @@ class Child(Protocol):
 
 
 class Launch(Protocol):
-    """Starts an engine process that inherits the buffers' files."""
+    """Starts an engine process that has the buffers' files."""
 
     def __call__(self, options: EngineOptions, files: Sequence[int]) -> Child: ...
 
 
+class EngineProcess(WorkerProcess):
+    """A process of this machine, which has inherited the buffers."""
+
+    def connect(self) -> socket.socket:
+        return self.connection
+
+    def fill(self, buffer: int) -> None:
+        """It reads the same memory that the learner writes."""
+
+
 def launch_engine(options: EngineOptions, files: Sequence[int]) -> Child:
     """An engine process of its own."""
-    return WorkerProcess("headrace.engines.process.worker", files, {"OMP_NUM_THREADS": str(options.threads)})
+    return EngineProcess("headrace.engines.process.worker", files, {"OMP_NUM_THREADS": str(options.threads)})

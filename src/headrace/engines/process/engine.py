@@ -63,6 +63,7 @@ class ProcessEngine:
         self._live = Served(version=0, buffer=0)
         self._digest: str | None = None
         self._pinned: Served | None = None
+        self._next: int | None = None  # the buffer that is being loaded
         self._paused = False
         self._pending: dict[int, _Pending] = {}
         self._numbers = itertools.count()
@@ -109,6 +110,8 @@ class ProcessEngine:
             def loaded(digest: str) -> None:
                 self._live, self._digest = Served(version, buffer), digest
 
+            self._next = buffer
+            await asyncio.to_thread(self._child.fill, buffer)
             return await self._call("load", version, buffer, effect=loaded)
 
     async def pin(self) -> int:
@@ -211,10 +214,14 @@ class ProcessEngine:
         """Exchange messages with the current process until it has ended; whether it was ever ready."""
         ready = False
         try:
-            reader, writer = await asyncio.open_connection(sock=self._child.connection)
+            connection = await asyncio.to_thread(self._child.connect)
+            reader, writer = await asyncio.open_connection(sock=connection)
         except OSError:
             return ready
         try:
+            for buffer in {*self._used(), self._next}:
+                if buffer is not None:
+                    await asyncio.to_thread(self._child.fill, buffer)
             writer.write(
                 encode(Open(self._options, self._weights.layout, self._live, self._pinned, paused=self._paused))
             )

@@ -129,7 +129,8 @@ def _new_engine(options: EngineOptions, model: CausalModel) -> TorchEngine:
     )
 
 
-async def _serve(connection: socket.socket, files: Sequence[int]) -> None:
+async def serve(connection: socket.socket, files: Sequence[int]) -> None:
+    """Serve the learner at the other end of the socket; the process ends with it."""
     reader, writer = await asyncio.open_connection(sock=connection)
     try:
         await Worker(writer, files).serve(reader)
@@ -140,7 +141,7 @@ async def _serve(connection: socket.socket, files: Sequence[int]) -> None:
 def main(connection: int, files: Sequence[int]) -> None:
     """Serve the learner at the other end of the socket."""
     ignore_stop_signals()  # signals are for the learner, which may want to finish its step
-    asyncio.run(_serve(socket.socket(fileno=connection), files))
+    asyncio.run(serve(socket.socket(fileno=connection), files))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from headrace.config import RunConfig
-from headrace.config.derived import starts_beside
+from headrace.config.derived import places_engines, shares_bundles, starts_beside
 from headrace.engines.base import ModelHost, RolloutEngine, SamplingParams
 from headrace.engines.http import authorization
 from headrace.engines.pool import EnginePool
@@ -20,9 +20,25 @@ from headrace.engines.servers.server import GivenServer, Server, StartedServer
 from headrace.errors import ConfigError
 from headrace.models.device import describe, resolve_device
 from headrace.models.plan import read_shape, server_share
+from headrace.registry import load_object
 from headrace.weights.sender import ServerSender
 
 _MOST = 1 << 30
+
+
+_BUNDLES = "headrace.engines.servers.on_ray:RayBundles"
+
+
+class Bundles(Protocol):
+    """Where servers are started on a cluster."""
+
+    def server(self, number: int, name: str, launch: Any, log: Path, ask: Callable[[], object]) -> Server:
+        """A server that is not started yet."""
+        ...
+
+    def release(self) -> None:
+        """Give the resources back."""
+        ...
 
 
 class LaunchedServer(Protocol):
@@ -51,21 +67,26 @@ def build_servers(config: RunConfig, host: ModelHost, kind: ServerKind) -> Rollo
             f"ServerSender from the backend's host(), or set engine.name to another engine"
         )
     count = config.engine.servers
-    options = _options(config, host, kind.transports(config)[0], waits=count == 1)
-    engines = [_engine(config, options, kind, number) for number in range(count)]
-    # with adapters, servers have several versions side by side, and all of them pin
-    engine = engines[0] if count == 1 else EnginePool(engines, pins_one=not config.model.lora.rank)
+    on_ray = places_engines(config) or shares_bundles(config)
+    options = _options(config, host, kind.transports(config)[0], waits=count == 1 and not on_ray)
+    bundles: Bundles | None = load_object(_BUNDLES)(config) if on_ray else None
+    engines = [_engine(config, options, kind, number, bundles) for number in range(count)]
+    engine = engines[0]
+    if count > 1 or bundles is not None:
+        # with adapters, servers have several versions side by side, and all of them pin
+        release = bundles.release if bundles is not None else lambda: None
+        engine = EnginePool(engines, pins_one=not config.model.lora.rank, release=release)
     host.sender.bind(engine.endpoints)
     return engine
 
 
-def _engine(config: RunConfig, options: ServerOptions, kind: ServerKind, number: int) -> ServerEngine:
-    section = config.engine
+def _engine(
+    config: RunConfig, options: ServerOptions, kind: ServerKind, number: int, bundles: Bundles | None
+) -> ServerEngine:
     made: list[Server] = []
 
     def client() -> ServerClient:
-        headers = authorization(section.api_key_env) if section.urls else {}
-        return ServerClient(made[0].url, headers, section.hang_timeout_s)
+        return ServerClient(made[0].url, _headers(config, made[0]), config.engine.hang_timeout_s)
 
     async def ask() -> None:
         one = client()
@@ -74,17 +95,29 @@ def _engine(config: RunConfig, options: ServerOptions, kind: ServerKind, number:
         finally:
             await one.close()
 
-    made.append(_server(config, options, kind, number, ask))
+    made.append(_server(config, options, kind, number, ask, bundles))
     return kind.engine(made[0], client, options)
 
 
-def _server(config: RunConfig, options: ServerOptions, kind: ServerKind, number: int, ask: Callable[[], Any]) -> Server:
+def _headers(config: RunConfig, server: Server) -> dict[str, str]:
+    if config.engine.urls:
+        return authorization(config.engine.api_key_env)
+    token = getattr(server, "token", "")  # of one on a cluster, which others reach as well
+    return {"Authorization": f"Bearer {token}"} if token else {}
+
+
+def _server(
+    config: RunConfig, options: ServerOptions, kind: ServerKind, number: int, ask: Callable[[], Any],
+    bundles: Bundles | None,
+) -> Server:  # fmt: skip
     section = config.engine
     if section.urls:
         return GivenServer(section.urls[number], ask, section.start_timeout_s)
     launch = kind.launch(config, options)
     log = _logs(config) / f"{kind.name}_{number}.log"
     name = f"{kind.shown} server {number}"
+    if bundles is not None:
+        return bundles.server(number, name, launch, log, ask)
     return StartedServer(name, launch.command, launch.environment(), log, ask, section.start_timeout_s)
 
 

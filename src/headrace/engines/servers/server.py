@@ -15,7 +15,7 @@ from headrace.utils.child_process import ChildProcess
 
 _log = logging.getLogger("headrace")
 _POLL_S = 0.1
-_MOST_DEATHS = 3
+MOST_DEATHS = 3
 
 
 class Server(Protocol):
@@ -79,7 +79,7 @@ class GivenServer:
     async def replace(self) -> None:
         self.incarnation += 1
         self._deaths += 1
-        if self._deaths > _MOST_DEATHS:  # it may say that it is well, and answer nothing else
+        if self._deaths > MOST_DEATHS:  # it may say that it is well, and answer nothing else
             raise EngineError(
                 f"the server at {self.url} was lost {self._deaths} times in a row without serving a request"
             )
@@ -134,7 +134,7 @@ class StartedServer:
         while True:
             self._deaths += 1
             how = self.gone() or f"{self._name} does not answer"
-            if self._deaths > _MOST_DEATHS:
+            if self._deaths > MOST_DEATHS:
                 raise EngineError(f"{self._name} died {self._deaths} times in a row without serving a request; {how}")
             _log.warning("%s is lost and is started again: %s", self._name, how.splitlines()[0])
             await self._end()

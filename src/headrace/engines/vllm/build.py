@@ -15,7 +15,6 @@ from headrace.engines.servers.life import ServerOptions
 from headrace.engines.vllm.command import Launch
 from headrace.engines.vllm.engine import VllmEngine
 from headrace.engines.vllm.factory import transports
-from headrace.models.catalog import resolve_model
 from headrace.utils.child_environment import expanded
 
 
@@ -30,7 +29,7 @@ def new_launch(config: RunConfig, options: ServerOptions) -> Launch:
     cpu = {} if torch.cuda.is_available() else _CPU | {k: v for k, v in os.environ.items() if k in _CPU}
     return Launch(
         python=interpreter(section.python, "vLLM"),
-        model=str(resolve_model(config.model.name)),
+        model=config.model.name,
         dtype=config.model.dtype,
         transport=options.transport,
         max_length=options.max_model_length + 1,  # scoring a row samples one token behind it

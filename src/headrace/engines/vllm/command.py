@@ -6,8 +6,9 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from headrace.models.catalog import resolve_model
 from headrace.weights.vllm_plugin import FOLDER
 
 BACKENDS = {"file": "headrace_file", "gloo": "headrace_gloo", "nccl": "nccl", "ipc": "ipc"}
@@ -38,12 +39,20 @@ class Launch:
     tokenizer: bool = True
     arguments: tuple[str, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
+    host: str = "127.0.0.1"
+    token: str = ""
+    """What callers must have; empty on loopback."""
+
+    def listening(self, host: str, token: str) -> Launch:
+        """The same on an address that others reach."""
+        return replace(self, host=host, token=token)
 
     def command(self, port: int) -> Sequence[str]:
         options: dict[str, object] = {
-            "model": self.model,
+            "model": resolve_model(self.model),
             "served-model-name": MODEL,
-            "host": "127.0.0.1",
+            "host": self.host,
+            "middleware": "headrace_vllm.token.RequireToken" if self.token else None,
             "port": port,
             "dtype": self.dtype,
             "max-num-seqs": self.max_batch,
@@ -76,6 +85,8 @@ class Launch:
             "VLLM_NO_USAGE_STATS": "1",
             "PYTHONPATH": os.pathsep.join(filter(None, (str(FOLDER), os.environ.get("HEADRACE_SERVER_PYTHONPATH")))),
         }
+        if self.token:
+            mine["HEADRACE_TOKEN"] = self.token
         if self.transport == "ipc":
             mine["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # handles of GPU memory come pickled
         if self.lora_rank:

@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 import torch
 
 from headrace.config import RunConfig
+from headrace.config.derived import places_engines, shares_bundles
 from headrace.engines.base import EngineAbilities, ModelHost, RolloutEngine
 from headrace.engines.servers.checks import check_servers
 from headrace.errors import ConfigError
@@ -60,5 +61,6 @@ def transports(config: RunConfig) -> tuple[str, ...]:
         return (asked,)
     if torch.cuda.is_available():
         return ("ipc",) if config.trainer.placement == "colocate" else ("nccl",)
-    local = all(is_loopback(urlsplit(url).hostname or "") for url in config.engine.urls)
+    elsewhere = places_engines(config) or shares_bundles(config)
+    local = not elsewhere and all(is_loopback(urlsplit(url).hostname or "") for url in config.engine.urls)
     return ("file", "gloo") if local else ("gloo",)
