@@ -318,7 +318,7 @@ def main() -> None:
     python = with_module(given.trl_python, "trl", option) if given.trl_python else environment("trl", option)
     if given.trl_vllm:
         chosen, name = given.vllm_python, "--vllm-python"
-        # not resolved: a link to the interpreter is what tells Python where its environment is
+        # not resolved: a link to the interpreter shows Python where its environment is
         given.vllm_python = with_module(chosen, "vllm", name) if chosen else environment("vllm", name, exact=True)
         others = [WITH_VLLM, TRL_WITH_VLLM]
     else:

@@ -11,14 +11,16 @@ from hypothesis import strategies as st
 from fakes import examples
 from headrace.algorithms.learning_rate import learning_rate, schedule_factor
 from headrace.config import OptimizerSection
+from headrace.config.base import LEAST
 
+RATIOS = st.just(0.0) | st.floats(LEAST, 1)
 SCHEDULES = ["constant", "linear", "cosine"]
 optimizers = st.builds(
     OptimizerSection,
     schedule=st.sampled_from(SCHEDULES),
     warmup_steps=st.integers(0, 50),
-    warmup_ratio=st.floats(0, 1),
-    min_lr_ratio=st.floats(0, 1),
+    warmup_ratio=RATIOS,
+    min_lr_ratio=RATIOS,
 )
 
 

@@ -27,7 +27,10 @@ from headrace.models.load import load_tokenizer
         ("--algorithm.entropy_coef=0.1", "set tinker.vocabulary"),
         ("--rollout.temperature=0.7", "trains at temperature 1 only"),
         ("--rollout.temperature=0.7 --tinker.vocabulary=511 --algorithm.kl.coef=0.1", "reference"),
-        ("--algorithm.value_head=true --algorithm.estimator=gae", "algorithm.value_head = true does nothing"),
+        (
+            "--algorithm.value_head=true --algorithm.estimator=gae",
+            'estimator "gae" needs a value head, and backend "tinker" has none',
+        ),
         ("--run.deterministic=true", "run.deterministic"),
         ("--model.dtype=bfloat16", "model.dtype"),
         ("--backend.threads=2", "backend.threads"),

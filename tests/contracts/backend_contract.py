@@ -375,4 +375,6 @@ class BackendContract:
 
 
 def _files(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    """Without the index of torch.distributed.checkpoint, which holds an id of its own for every save."""
+    found = [path for path in folder.rglob("*") if path.is_file() and path.name != ".metadata"]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in found}

@@ -154,6 +154,7 @@ async def test_tokens_carry_the_log_probabilities_of_what_sampled_them(weights: 
 
 
 class SmallWeightsContract(TorchEngineContract):
+    crowd_tolerance = 2e-5  # sums of few sequences are made in another order than those of many
     """On weights that are round already, so that what is decoded with is the reference's own."""
 
     family = "llama"

@@ -163,7 +163,7 @@ def test_spans_say_which_version_sampled_what() -> None:
     [
         ({"model": "gpt-9"}, 404, 'there is no model "gpt-9" here; this server has "bundled"'),
         ({"presence_penalty": 1}, 400, "this engine samples from the model as it is"),
-        ({"temperature": -1}, 400, "temperature must be 0 (greedy) or above"),
+        ({"temperature": -1}, 400, "temperature must be 0 (greedy) or at least 0.0001"),
         ({"n": 0}, 400, '"n" must be between 1 and 128'),
         ({"n": 2, "return_token_ids": True}, 400, "use /inference/v1/generate"),
         ({"invented": 1}, 400, '"invented" is not supported'),

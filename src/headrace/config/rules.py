@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator
 from operator import attrgetter
 
-from headrace.config import AlgorithmSection, RunConfig, TrainerSection, flatten
+from headrace.config import AlgorithmSection, RunConfig, TrainerSection
 from headrace.config.derived import (
     chosen,
     estimator_facts,
@@ -23,10 +23,9 @@ from headrace.config.derived import (
     shares_bundles,
 )
 from headrace.config.effect import idle_settings
+from headrace.config.secrets import exposed_secrets
 from headrace.errors import ConfigError
 from headrace.registry import facts, is_loaded
-
-_SECRET = {"api_key", "apikey", "password", "secret", "authorization", "x-api-key", "access_token", "auth_token"}
 
 
 def check_settings(
@@ -361,16 +360,6 @@ def _streaming(config: RunConfig) -> Iterator[str]:
             yield f"trainer.stream trains groups one by one, which does not go with {reason}; remove trainer.stream"
 
 
-def _secrets(config: RunConfig) -> Iterator[str]:
-    """What is in a run file is also in config.json, in checkpoints and on screens. The value itself is not shown."""
-    for key, value in flatten(config.model_dump(mode="json")):
-        if key.rpartition(".")[2].lower() in _SECRET and isinstance(value, str) and value and value[0] != "$":
-            yield (
-                f"{key} looks like a secret, and settings are copied into the run's folder; put it into an environment "
-                f"variable, and give its name (api_key_env, or a key of your own)"
-            )
-
-
 _RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _groups,
     _filters,
@@ -389,7 +378,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _streaming,
     _keeping,
     _modes,
-    _secrets,
+    exposed_secrets,
 )
 
 

@@ -67,9 +67,9 @@ class SendsWeights(ABC):
     def gathered(self) -> GatheredWeights:
         """The trained weights as a weight sync sends them; gathering them is collective."""
 
+    @abstractmethod
     def adapter_config(self) -> dict[str, Any]:
         """What PEFT would write beside adapters."""
-        raise NotImplementedError
 
     def write_weights(self, layout: Layout | None, path: str, writers: Sequence[int]) -> str:
         """Gather the trained weights and write them to a mapped file; their digest, on rank 0."""

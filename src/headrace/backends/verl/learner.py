@@ -35,6 +35,7 @@ from headrace.models.device import forward_dtype
 from headrace.models.load import load_tokenizer
 from headrace.models.parts import Parts
 from headrace.tracking.metrics import MetricsAggregator
+from headrace.weights.source import ModelWeights
 
 
 class VerlLearner(SendsWeights):
@@ -182,6 +183,9 @@ class VerlLearner(SendsWeights):
     def gathered(self) -> GatheredWeights:
         held = not self.config.model.lora.rank  # adapters are sent as they are held
         return GatheredWeights(self._trained(), self._dtype if held else None)
+
+    def adapter_config(self) -> dict[str, Any]:
+        return ModelWeights(self._module).adapter_config()
 
     def weights(self) -> dict[str, Tensor]:
         """Full tensors under their Hugging Face names."""
