@@ -16,11 +16,12 @@ from headrace.weights.sync import WeightSync
 
 T = TypeVar("T")
 Start = Callable[..., RolloutEngine]
+_HANG_S = 240.0  # far above what a test takes on a crowded machine, below where the run of the tests is ended
 
 
 async def soon(awaitable: Awaitable[T]) -> T:
     """The result; a hang is a failure."""
-    return await asyncio.wait_for(awaitable, 60)
+    return await asyncio.wait_for(awaitable, _HANG_S)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -28,7 +29,7 @@ async def until(condition: Callable[[], bool]) -> None:
         while not condition():  # noqa: ASYNC110  # an engine's health can only be asked for
             await asyncio.sleep(0.0005)
 
-    await asyncio.wait_for(poll(), 20)
+    await asyncio.wait_for(poll(), _HANG_S)
 
 
 async def under_way(engine: RolloutEngine, tokens: int, each: bool = False) -> None:

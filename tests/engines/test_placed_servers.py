@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from headrace.backends.fsdp.backend import FsdpBackend
 from headrace.config.loading import build_config
+from headrace.engines.servers.server import Server
 from headrace.engines.vllm.command import Launch
 from headrace.engines.vllm.factory import transports
 from headrace.errors import ConfigError
@@ -49,6 +51,15 @@ def test_a_server_on_a_node_listens_on_its_address_with_a_token_out_of_sight() -
     assert "10.0.0.2" in there.command(8000) and "headrace_vllm.token.RequireToken" in there.command(8000)
     assert "secret" not in " ".join(there.command(8000))  # which every user of the node sees
     assert there.environment()["HEADRACE_TOKEN"] == "secret" and "HEADRACE_TOKEN" not in here.environment()
+
+
+def test_a_server_on_a_node_has_all_that_an_engine_asks_a_server_for(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    from headrace.engines.servers.on_ray import RayServer
+
+    launch = Launch(None, "bundled", "float32", "gloo", 64, 8, 64, False, 1)
+    server: Server = RayServer("a server", launch, dict, tmp_path / "log", object, 1.0, 1.0)
+    assert not server.found and server.incarnation == 0 and server.gone() is None
 
 
 def test_weights_travel_over_the_network_to_servers_on_nodes() -> None:

@@ -45,10 +45,10 @@ def text_of(node: ast.AST | None) -> str | None:
 
 
 def written(tree: ast.AST) -> Iterator[str | None]:
-    """What stands where a metric is recorded: first arguments of `record`, prefixes, keys of dicts."""
+    """What stands where a metric is recorded: first arguments of `record` and `record_each`, prefixes, keys of dicts."""
     for node in ast.walk(tree):
         match node:
-            case ast.Call(func=ast.Attribute(attr="record"), args=[key, *_]):
+            case ast.Call(func=ast.Attribute(attr="record" | "record_each"), args=[key, *_]):
                 yield text_of(key)
             case ast.keyword(arg="prefix", value=prefix):
                 yield f"{text_of(prefix)}<>"

@@ -51,6 +51,29 @@ def test_weighted_mean_weighs() -> None:
     assert metrics.reduce() == {"loss": 2.0}
 
 
+@given(st.lists(st.tuples(any_float, weights), min_size=1, max_size=30))
+def test_recording_each_of_many_equals_recording_them_one_by_one(pairs: list[tuple[float, float]]) -> None:
+    values, weight_of = [value for value, _ in pairs], [weight for _, weight in pairs]
+    one_by_one, at_once = MetricsAggregator(), MetricsAggregator()
+    for value, weight in pairs:
+        one_by_one.record("policy/kl_to_sampler", value, weight=weight)
+        one_by_one.record("policy/logprob_gap_max", value)
+    at_once.record_each("policy/kl_to_sampler", values, weight_of)
+    at_once.record_each("policy/logprob_gap_max", values)
+    assert bits(at_once.reduce()) == bits(one_by_one.reduce())
+
+
+def test_recording_each_of_none_records_no_key() -> None:
+    metrics = MetricsAggregator()
+    metrics.record_each("policy/logprob_gap_max", [])
+    assert metrics.reduce() == {}
+
+
+def test_weights_that_a_reducer_would_ignore_are_refused_for_many_values_too() -> None:
+    with pytest.raises(DataError, match="would ignore"):
+        MetricsAggregator().record_each("policy/logprob_gap_max", [1.0], [2.0])
+
+
 def test_weighted_mean_of_no_weight_is_nan() -> None:
     metrics = MetricsAggregator()
     metrics.record("loss", 1.0, Reducer.WEIGHTED_MEAN, weight=0)

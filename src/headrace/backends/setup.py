@@ -101,7 +101,7 @@ def _problems(name: str, abilities: EngineAbilities, config: RunConfig) -> Itera
         yield (
             f"eval.every = {config.eval.every} with trainer.max_staleness = {config.trainer.max_staleness} evaluates "
             f'one version while newer ones are served, and engine "{name}" has only one at a time; set eval.every = 0 '
-            f"or trainer.max_staleness = 0, or use another engine"
+            f"and evaluate the run with headrace eval, or trainer.max_staleness = 0, or use two engine.replicas"
         )
     if config.backend.routing_replay and not abilities.routed_experts:
         yield (

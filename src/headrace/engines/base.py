@@ -239,7 +239,6 @@ class EngineFactory(Protocol):
         ...
 
 
-@runtime_checkable
 class Routes(Protocol):
     """What a pool has beside: requests that belong together go to one replica, whose cache has their beginning."""
 
@@ -274,12 +273,18 @@ class EvaluationView:
 
     def conversation(self, affinity: str) -> Generates:
         """Itself, or of a pool the replica that serves the conversation."""
-        engine = self._engine
-        return ConversationView(engine, affinity, pinned=True) if isinstance(engine, Routes) else self
+        pool = _pool(self._engine)
+        return self if pool is None else ConversationView(pool, affinity, pinned=True)
 
 
 def of_conversation(engine: Generates, affinity: str) -> Generates:
     """The engine for a conversation: where there are several, always the same one."""
     if isinstance(engine, EvaluationView):
         return engine.conversation(affinity)
-    return ConversationView(engine, affinity) if isinstance(engine, Routes) else engine
+    pool = _pool(engine)
+    return engine if pool is None else ConversationView(pool, affinity)
+
+
+def _pool(engine: Any) -> Routes | None:
+    # not isinstance: with a protocol that takes longer than all else here, and this is done for every episode
+    return engine if getattr(engine, "routes", False) else None

@@ -198,6 +198,11 @@ class Model:
         steps = {role: tuple(pair[1] for pair in calls.values() if pair) for role, calls in self._answered.items()}
         return [Trajectory(made, role, reward) for role, made in steps.items() if made]
 
+    def returned_tokens(self) -> int:
+        """How many sampled tokens the answers so far carry."""
+        pairs = (pair for calls in self._answered.values() for pair in calls.values())
+        return sum(len(pair[1].response_ids) for pair in pairs if pair)
+
     def demonstrate(self, messages: Sequence[Message]) -> list[Step]:
         """Steps whose responses are the assistant turns of a given conversation: nothing is sampled."""
         return self.template.demonstration(messages)

@@ -33,8 +33,9 @@ def to_episode(outcome: Outcome, model: Model, spec: RolloutSpec) -> Episode:
         "source": spec.task.source,
     }
     diverged = {"diverged_prefixes": float(model.diverged_prefixes)} if model.diverged_prefixes else {}
-    known = sum(len(step.response_ids) for t in model.trajectories() for step in t.steps)
-    if model.spending.tokens > known:  # of a model behind a URL, which counts its tokens and does not return them
+    if (
+        model.spending.tokens > model.returned_tokens()
+    ):  # of a model behind a URL, which counts its tokens and does not return them
         diverged["response_tokens"] = float(model.spending.tokens)
     if isinstance(outcome, Episode):
         episode = replace(outcome, metrics={**diverged, **outcome.metrics}, **identity)

@@ -7,7 +7,7 @@ aggregators gives bit for bit what recording everything in one gives.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, SupportsFloat
 
@@ -28,15 +28,33 @@ class MetricsAggregator:
 
         `reducer` is for keys that are not in the catalogue; one key keeps one reducer.
         """
-        state = self._states.get(key)
-        if state is None:
-            state = _State(reducer_of(key, reducer))
-        elif reducer is not None and state.reducer is not reducer:
-            _require_same(key, state.reducer, Reducer(reducer))
+        state = self._state(key, reducer)
         if weight != 1.0:
             _check_weight(key, state.reducer, float(weight))
         state.add(float(value), float(weight))
         self._states[key] = state
+
+    def record_each(self, key: str, values: Sequence[float], weights: Sequence[float] | None = None) -> None:
+        """Record values one after the other, as `record` does, in less time."""
+        if not values:
+            return
+        state = self._state(key, None)
+        if weights is None:
+            weights = [1.0] * len(values)
+        else:
+            for weight in weights:
+                _check_weight(key, state.reducer, weight)
+        for value, weight in zip(values, weights, strict=True):
+            state.add(value, weight)
+        self._states[key] = state
+
+    def _state(self, key: str, reducer: Reducer | None) -> _State:
+        state = self._states.get(key)
+        if state is None:
+            return _State(reducer_of(key, reducer))
+        if reducer is not None and state.reducer is not reducer:
+            _require_same(key, state.reducer, Reducer(reducer))
+        return state
 
     def record_all(self, values: Mapping[str, SupportsFloat], reducer: Reducer | None = None, prefix: str = "") -> None:
         """Record every value under `prefix` + its key (the prefix is used as it is: `"policy/"`)."""

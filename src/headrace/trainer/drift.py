@@ -39,18 +39,20 @@ def drift_metrics(
     mean_R = np.add.reduceat(gap_T, starts) / counts
     mean_size_R = np.add.reduceat(size_T, starts) / counts
     largest_R = np.maximum.reduceat(size_T, starts)
-    values = zip(rows, mean_R.tolist(), mean_size_R.tolist(), largest_R.tolist(), strict=True)
-    for (oldest, count), mean, mean_size, largest in values:
-        metrics.record("policy/kl_to_sampler", mean, weight=count)
-        metrics.record("policy/logprob_gap_max", largest)
-        if oldest == version and not updated:
-            metrics.record("drift/same_version", mean_size, weight=count)
-            metrics.record("drift/same_version_max", largest)
-            if sampler is not None:
-                engine, dtype = sampler
-                metrics.record(f"drift/of/{engine}/{dtype}", mean_size, weight=count)
-        elif oldest < version:
-            metrics.record("drift/stale", mean_size, weight=count)
+    oldest_R, weight_R = np.array(rows).T
+    weight_R = weight_R.astype(float)
+    metrics.record_each("policy/kl_to_sampler", mean_R.tolist(), weight_R.tolist())
+    metrics.record_each("policy/logprob_gap_max", largest_R.tolist())
+    stale_R = oldest_R < version
+    metrics.record_each("drift/stale", mean_size_R[stale_R].tolist(), weight_R[stale_R].tolist())
+    if not updated:
+        same_R = oldest_R == version
+        sizes, weights = mean_size_R[same_R].tolist(), weight_R[same_R].tolist()
+        metrics.record_each("drift/same_version", sizes, weights)
+        metrics.record_each("drift/same_version_max", largest_R[same_R].tolist())
+        if sampler is not None:
+            engine, dtype = sampler
+            metrics.record_each(f"drift/of/{engine}/{dtype}", sizes, weights)
     return metrics
 
 

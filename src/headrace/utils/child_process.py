@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from headrace.utils.interrupts import stop_signals_blocked
+from headrace.utils.reaper import descendants
 
 _REAPER = Path(__file__).with_name("reaper.py")
 _TAIL = 8192
@@ -35,7 +36,7 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process that watches over the program, whose parent it is."""
+        """Of the process that watches over the one that watches over the program."""
         return self._process.pid
 
     def exit_code(self) -> int | None:
@@ -68,19 +69,4 @@ class ChildProcess:
 
     def descendants(self) -> list[int]:
         """The processes that run now, the program's own first."""
-        found, parents = [], [self.pid]
-        while parents:
-            children = [child for parent in parents for child in _children(parent)]
-            found += children
-            parents = children
-        return found
-
-
-def _children(pid: int) -> list[int]:
-    found = []
-    for tasks in Path(f"/proc/{pid}/task").glob("*/children"):
-        try:
-            found += map(int, tasks.read_text().split())
-        except OSError:
-            continue
-    return found
+        return descendants(self.pid)[1:]  # the first is the other one that watches

@@ -55,6 +55,9 @@ class Call:
         if self._over is not None and not self._over.done():
             self._over.set_result(None)
 
+    def _end(self, _: asyncio.Task[Any]) -> None:
+        self.expire()
+
     def pause(self) -> None:
         """Stop its clock and those of the enclosing calls. Several inner tasks may do so at the same time."""
         if self._outer is not None:
@@ -80,18 +83,17 @@ class Call:
     async def run(self, work: Callable[[], Awaitable[T]]) -> T:
         """Return or raise what `work` does; raise DeadlineError if it takes too long."""
         loop = asyncio.get_running_loop()
-        contain_tasks_of(loop)
         depth = _depth.get() + 1
         self._outer = _innermost.get()
         inside, around = _depth.set(depth), _innermost.set(self)
-        task = loop.create_task(self._contained(work))
+        task = contain_tasks_of(loop).new_user_task(loop, self._contained(work))
         _depth.reset(inside)
         _innermost.reset(around)
-        _tasks.add(task)
         self._over = loop.create_future()
+        task.add_done_callback(self._end)
         self._start_clock()
         try:
-            await asyncio.wait({task, self._over}, return_when=asyncio.FIRST_COMPLETED)
+            await self._over
         except asyncio.CancelledError:
             await self._stop(task, depth)
             raise
@@ -196,20 +198,26 @@ class _Contains:
         self._inner = inner
 
     def __call__(self, loop: asyncio.AbstractEventLoop, work: Any, **named: Any) -> Any:
-        users = _depth.get() > 0
-        run = _without_exit(work) if users else work
-        new_task = asyncio.Task if users else _RunTask
-        task = new_task(run, loop=loop, **named) if self._inner is None else self._inner(loop, run, **named)
-        if users:
-            _tasks.add(task)
-            task.add_done_callback(lambda _: work.close())  # a task that was cancelled before its start
+        if _depth.get() == 0:
+            return _RunTask(work, loop=loop, **named) if self._inner is None else self._inner(loop, work, **named)
+        task = self.new_user_task(loop, _without_exit(work), **named)
+        task.add_done_callback(lambda _: work.close())  # a task that was cancelled before its start
+        return task
+
+    def new_user_task(self, loop: asyncio.AbstractEventLoop, work: Any, **named: Any) -> Any:
+        """A task of user code, of a coroutine that lets no exit out."""
+        task = asyncio.Task(work, loop=loop, **named) if self._inner is None else self._inner(loop, work, **named)
+        _tasks.add(task)
         return task
 
 
-def contain_tasks_of(loop: asyncio.AbstractEventLoop) -> None:
+def contain_tasks_of(loop: asyncio.AbstractEventLoop) -> _Contains:
+    """The loop's task factory from now on."""
     factory = loop.get_task_factory()
     if not isinstance(factory, _Contains):
-        loop.set_task_factory(_Contains(factory))
+        factory = _Contains(factory)
+        loop.set_task_factory(factory)
+    return factory
 
 
 async def _without_exit(work: Coroutine[Any, Any, T]) -> T:

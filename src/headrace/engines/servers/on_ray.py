@@ -67,6 +67,8 @@ class ServerActor:
 class RayServer:
     """A server in a bundle, as its engine sees it. After a loss it is started again where Ray has the bundle then."""
 
+    found = False
+
     def __init__(
         self, name: str, launch: PortableLaunch, options: Callable[[], Mapping[str, Any]], log: Path,
         ask: Callable[[], object], limit_s: float, patience_s: float,
