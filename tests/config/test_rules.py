@@ -25,7 +25,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "a cut distribution, compared with the sampler",
         {"rollout": {"top_p": 0.9}},
-        r'rollout.top_p = 0.9 cuts the distribution .*set rollout.top_p = 1, or algorithm.proximal = "recompute"',
+        r'rollout.top_p = 0.9 cuts the distribution .*set rollout.top_p = 1, or set algorithm.proximal = "recompute"',
     ),
     (
         "a cut distribution, importance sampled",

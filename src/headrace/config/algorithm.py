@@ -134,6 +134,10 @@ class AlgorithmSection(Section):
         when.read_by("loss", "clip_low", "clip_high", "dual_clip", "dppo_delta"),
     )
 
+    def trains(self, role: str) -> bool:
+        """Whether the role is trained at all."""
+        return role not in self.roles or self.roles[role].train
+
     def for_role(self, role: str) -> AlgorithmSection:
         """These settings with the role's own laid over them."""
         own = self.roles.get(role)

@@ -35,6 +35,27 @@ def loss_facts(algorithm: AlgorithmSection) -> dict[str, LossFacts]:
     return {name: facts("loss", name) for name in sorted(chosen(algorithm, "loss"))}
 
 
+def losses_without_ratio(algorithm: AlgorithmSection) -> list[str]:
+    """The chosen losses that do not correct for tokens of another policy."""
+    return [name for name, declared in loss_facts(algorithm).items() if declared.ratio is None]
+
+
+def cut_problem(algorithm: AlgorithmSection) -> tuple[str, str] | None:
+    """What is wrong with training on replies that top_p or top_k cut, and what to do about it."""
+    if algorithm.objective != "rl":
+        return None
+    cuts = "cuts the distribution that is sampled from, and the learner does not know the cut"
+    against = [name for name, declared in loss_facts(algorithm).items() if declared.ratio == "sampler"]
+    if against:
+        return f"{cuts}: the ratio of loss {', '.join(against)} would be wrong", "use another loss"
+    if algorithm.correction.name != "none":
+        return f"{cuts}: correction {algorithm.correction.name} would be wrong", "remove the correction"
+    if algorithm.proximal == "sampler" and not losses_without_ratio(algorithm):
+        wrong = f'{cuts}: with algorithm.proximal = "sampler" no ratio would be 1'
+        return wrong, 'set algorithm.proximal = "recompute"'
+    return None
+
+
 def group_by_group(algorithm: AlgorithmSection) -> bool:
     """Whether no estimator of the run compares groups with each other: they can be trained one by one."""
     return all(one.one_group for one in estimator_facts(algorithm).values())

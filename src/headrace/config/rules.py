@@ -11,12 +11,14 @@ import warnings
 from collections.abc import Callable, Collection, Iterator
 from operator import attrgetter
 
-from headrace.config import AlgorithmSection, RunConfig, TrainerSection
+from headrace.config import RunConfig, TrainerSection
 from headrace.config.derived import (
     chosen,
+    cut_problem,
     estimator_facts,
     has_own,
     loss_facts,
+    losses_without_ratio,
     places_engines,
     reads_pairs,
     rolls_out,
@@ -199,7 +201,7 @@ def _sampled_otherwise(config: RunConfig) -> Iterator[str]:
         return
     differs = f"{setting} samples from another distribution than the learner's, which"
     correct = 'algorithm.correction.name = "tis"'
-    if without := ", ".join(_without_ratio(algorithm)):
+    if without := ", ".join(losses_without_ratio(algorithm)):
         other = f'use loss "importance_sampling", or set {correct} and proximal = "recompute"'
         yield f"{differs} loss {without} does not correct for; {other}"
     elif algorithm.proximal == "recompute":
@@ -211,21 +213,12 @@ def _cut_distribution(config: RunConfig) -> Iterator[str]:
     rollout, algorithm = config.rollout, config.algorithm
     cut = {"top_p": rollout.top_p} if rollout.top_p < 1 else {}
     cut |= {"top_k": rollout.top_k} if rollout.top_k else {}
-    if not cut or algorithm.objective != "rl" or not rolls_out(config):
+    if not cut or not rolls_out(config):
         return
     given = " and ".join(f"rollout.{name} = {value:g}" for name, value in cut.items())
     off = " and ".join(f"rollout.{name} = {usual}" for name, usual in (("top_p", 1), ("top_k", 0)) if name in cut)
-    cuts = f"{given} cuts the distribution that is sampled from, and the learner does not know the cut"
-    against = [name for name, declared in loss_facts(algorithm).items() if declared.ratio == "sampler"]
-    if against:
-        yield f"{cuts}: the ratio of loss {', '.join(against)} would be wrong; set {off}, or use another loss"
-    elif algorithm.correction.name != "none":
-        yield f"{cuts}: correction {algorithm.correction.name} would be wrong; set {off}, or remove the correction"
-    elif algorithm.proximal == "sampler" and not _without_ratio(algorithm):
-        yield (
-            f'{cuts}: with algorithm.proximal = "sampler" no ratio would be 1; set {off}, or '
-            f'algorithm.proximal = "recompute"'
-        )
+    if problem := cut_problem(algorithm):
+        yield f"{given} {problem[0]}; set {off}, or {problem[1]}"
 
 
 def _values(config: RunConfig) -> Iterator[str]:
@@ -329,15 +322,10 @@ def _reuse(config: RunConfig) -> Iterator[str]:
             f"produce.reuse {config.produce.reuse} trains groups again that are up to {config.produce.reuse - 1} "
             f"versions old, and trainer.max_staleness is {bound}; raise it"
         )
-    without = _without_ratio(config.algorithm)
+    without = losses_without_ratio(config.algorithm)
     if config.algorithm.objective != "rl" or without:
         what = f"loss {', '.join(without)}" if without else f"objective {config.algorithm.objective}"
         yield f"produce.reuse needs a loss that corrects for what has changed, and {what} does not; set it to 1"
-
-
-def _without_ratio(algorithm: AlgorithmSection) -> list[str]:
-    """The chosen losses that do not correct for tokens of another policy."""
-    return [name for name, declared in loss_facts(algorithm).items() if declared.ratio is None]
 
 
 def _streaming(config: RunConfig) -> Iterator[str]:

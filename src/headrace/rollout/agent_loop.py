@@ -32,7 +32,7 @@ from headrace.ledger.episode_record import AttemptRecord
 from headrace.rollout.budget import Budget
 from headrace.rollout.chat import ChatTemplate
 from headrace.rollout.gateway import configure as configure_gateway
-from headrace.rollout.model_client import Model
+from headrace.rollout.model_client import CutProblem, Model, no_cut_problem
 from headrace.rollout.outcome import RolloutSpec, failed_episode, to_episode
 from headrace.rollout.store import Values, ValuesInMemory
 from headrace.rollout.workflow import RunFunction, limit_met, run_function, until_no_room
@@ -77,6 +77,7 @@ class AgentLoop:
         journal: RunJournal | None = None,
         values: Values | None = None,
         new_model: Callable[..., Model] = Model,
+        cut_problem: CutProblem = no_cut_problem,
     ) -> None:
         self._run = run
         self._new_model = new_model
@@ -86,6 +87,7 @@ class AgentLoop:
         self._limits = limits = limits or Limits()
         self._needs_reward = needs_reward
         self._training = training
+        self._cut_problem = cut_problem if training else no_cut_problem
         self._journal = journal or RunJournal()
         self._values = values or ValuesInMemory()  # what episodes remember for each other
         self._slots = asyncio.Semaphore(limits.max_concurrent)
@@ -183,8 +185,9 @@ class AgentLoop:
         values = self._values if self._training else ValuesInMemory(self._values)
         engine = of_conversation(self._engine, f"group {spec.group_id}")  # siblings share their prompt's cache
         model = self._new_model(
-            engine, self._chat, sampling, spec.seed, self._training, record, self._limits.budget, values
-        )
+            engine, self._chat, sampling, spec.seed, self._training, record, self._limits.budget, values,
+            self._cut_problem,
+        )  # fmt: skip
         call = Call("the workflow", self._limits.timeout_s)
         model.give_up = call.expire
         try:
@@ -272,6 +275,7 @@ def local_loop(
     needs_reward: Callable[[str], bool] = lambda role: True,
     journal: RunJournal | None = None,
     values: Values | None = None,
+    cut_problem: CutProblem = no_cut_problem,
 ) -> AgentLoop:
     """A loop over an engine. For evaluation its requests are pinned. A judger that asks the policy gets it."""
 
@@ -281,7 +285,7 @@ def local_loop(
     lend_policy(judge, ask)
     own = engine if training else EvaluationView(engine)
     limits = Limits.from_section(rollout)
-    return AgentLoop(run, own, chat, judge, limits, needs_reward, training, journal, values)
+    return AgentLoop(run, own, chat, judge, limits, needs_reward, training, journal, values, cut_problem=cut_problem)
 
 
 def sampling_of(rollout: RolloutSection) -> SamplingParams:

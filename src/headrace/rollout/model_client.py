@@ -26,6 +26,12 @@ from headrace.utils.threads import call_sync_or_async
 
 T = TypeVar("T")
 Answered = dict[int, tuple[ModelOutput, Step] | None]
+CutProblem = Callable[[str], tuple[str, str] | None]
+"""Why replies of a role must not be cut by top_p or top_k, and what to do about it; None where they may."""
+
+
+def no_cut_problem(role: str) -> None:
+    """Nothing is trained on the replies."""
 
 
 class Model:
@@ -44,6 +50,7 @@ class Model:
         record: AttemptRecord | None = None,
         budget: Budget | None = None,
         values: Values | None = None,
+        cut_problem: CutProblem = no_cut_problem,
     ) -> None:
         self._engine = engine
         self.template = chat
@@ -64,6 +71,7 @@ class Model:
         self.give_up: Callable[[], None] = lambda: None
         """Called when the workflow does not do again what is recorded: to cancel it, whatever it makes of that."""
         self.training = training
+        self._cut_problem = cut_problem
         self._ended = False
 
     def end(self) -> None:
@@ -102,6 +110,8 @@ class Model:
         await self._halt_if_over()
         if isinstance(sampling.get("stop"), str):
             sampling["stop"] = (sampling["stop"],)
+        if sampling:
+            self._refuse_cut(sampling, role)
         params = self.spending.take_turn(replace(self.sampling, **sampling) if sampling else self.sampling)
         answered = self._answered[role]
         call, self._calls = self._calls, self._calls + 1
@@ -116,6 +126,13 @@ class Model:
         self.spending.sampled(output, params)
         answered[call] = (output, Step.from_model_output(output, history))
         return output
+
+    def _refuse_cut(self, sampling: dict[str, Any], role: str) -> None:
+        """`top_p` and `top_k` of this call; the rules at start-up have looked at the run's own."""
+        cut = {"top_p": (sampling.get("top_p") or 1.0) < 1.0, "top_k": bool(sampling.get("top_k"))}
+        given = ", ".join(f"{name}={sampling[name]}" for name, cuts in cut.items() if cuts)
+        if given and (problem := self._cut_problem(role)):
+            raise WorkflowError(f"a call with {given} {problem[0]}; leave it out where model.training, or {problem[1]}")
 
     async def tool(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         """Call a tool, plain (in a thread) or async. After a crash its recorded answer is handed back instead.

@@ -52,7 +52,7 @@ class RewardsBeforeFilters:
     """The rewards of all complete groups: `reward/mean` without filters."""
 
     def __init__(self, algorithm: AlgorithmSection) -> None:
-        self._untrained = {name for name, role in algorithm.roles.items() if not role.train}
+        self._algorithm = algorithm
         self._rewards: list[float] = []
 
     def add(self, group: FinishedGroup) -> None:
@@ -63,7 +63,7 @@ class RewardsBeforeFilters:
             if not episode.failed
             for trajectory in episode.trajectories
             if trajectory.final_reward is not None
-            and trajectory.name not in self._untrained
+            and self._algorithm.trains(trajectory.name)
             and any(step.versions is not None for step in trajectory.steps)
         ]
 

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from typing import Any, Self
 
 from headrace.config import AgentLoopConfig, AlgorithmSection
+from headrace.config.derived import cut_problem
 from headrace.data.episode import Episode
 from headrace.data.sampler import Position, TaskSampler
 from headrace.data.seeds import derive_seed
@@ -26,6 +27,7 @@ from headrace.rollout.agent_loop import AgentLoop, close_all, local_loop, sampli
 from headrace.rollout.chat import ChatTemplate
 from headrace.rollout.gateway import close_gateway
 from headrace.rollout.gateway import configure as configure_gateway
+from headrace.rollout.model_client import CutProblem
 from headrace.rollout.store import Values
 from headrace.rollout.workflow import RunFunction, demonstration, run_function
 from headrace.run.journal import RunJournal
@@ -184,14 +186,20 @@ def training_loop(
     return local_loop(
         config.rollout, run, judge, engine, chat, training=training,
         needs_reward=needs_reward(config.algorithm), journal=journal, values=values,
+        cut_problem=cut_problem_of_role(config.algorithm),
     )  # fmt: skip
 
 
 def needs_reward(algorithm: AlgorithmSection) -> Callable[[str], bool]:
     """Which roles are trained by reward: those that are trained, and not by a teacher."""
-    untrained = {name for name, role in algorithm.roles.items() if not role.train}
 
     def by_reward(role: str) -> bool:
-        return role not in untrained and not facts("estimator", algorithm.for_role(role).estimator).needs_teacher
+        own = algorithm.for_role(role)
+        return algorithm.trains(role) and not facts("estimator", own.estimator).needs_teacher
 
     return by_reward
+
+
+def cut_problem_of_role(algorithm: AlgorithmSection) -> CutProblem:
+    """Why a call of a workflow must not set top_p or top_k, by role."""
+    return lambda role: cut_problem(algorithm.for_role(role)) if algorithm.trains(role) else None
