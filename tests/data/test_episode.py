@@ -6,7 +6,7 @@ import copy
 import json
 import math
 import tempfile
-from dataclasses import FrozenInstanceError, fields, replace
+from dataclasses import FrozenInstanceError, dataclass, fields, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fakes import examples, step, trajectory
-from headrace.data.codec import JsonData
+from headrace.data.codec import JsonData, altered
 from headrace.data.episode import Episode, FinishReason, ModelOutput, Step, Trajectory, TrajectoryGroup
 from headrace.data.sample import Sample
 from headrace.data.task import Task, load_tasks
@@ -493,3 +493,18 @@ def test_a_bad_row_is_an_error_that_names_row_and_field(row: Any, says: str) -> 
     with pytest.raises(DataError) as raised:
         load_tasks([{"instruction": "a"}, row])
     assert str(raised.value).startswith(says) and "__init__" not in str(raised.value)
+
+
+@dataclass(frozen=True, slots=True)
+class LabelledStep(Step):
+    label: str = ""
+
+
+@pytest.mark.parametrize("before", [step([1], [2, 3]), LabelledStep((1,), (2, 3), (-0.5, -1.0), (0, 0), label="a user's own")])
+def test_altered_gives_what_replace_gives_and_leaves_the_original(before: Step) -> None:
+    advantage = (0.5,) * len(before.response_ids)
+    expected = replace(before, advantage=advantage)
+    after = altered(before, advantage=advantage)
+    assert type(after) is type(before) and after == expected and before.advantage is None
+    with pytest.raises(FrozenInstanceError):
+        after.advantage = None  # type: ignore[misc]

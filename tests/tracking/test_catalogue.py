@@ -45,7 +45,7 @@ def text_of(node: ast.AST | None) -> str | None:
 
 
 def written(tree: ast.AST) -> Iterator[str | None]:
-    """What stands where a metric is recorded: first arguments of `record` and `record_each`, prefixes, keys of dicts."""
+    """What a metric is recorded under: first arguments of `record` and `record_each`, prefixes, keys of dicts."""
     for node in ast.walk(tree):
         match node:
             case ast.Call(func=ast.Attribute(attr="record" | "record_each"), args=[key, *_]):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import json
-from dataclasses import MISSING, fields, is_dataclass
+from collections.abc import Callable
+from dataclasses import MISSING, fields, is_dataclass, replace
 from functools import cache
-from types import NoneType, UnionType
-from typing import Any, Self, Union, get_args, get_origin, get_type_hints
+from types import MemberDescriptorType, NoneType, UnionType
+from typing import Any, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from headrace.errors import DataError
+
+T = TypeVar("T")
 
 
 class JsonData:
@@ -79,6 +82,26 @@ def as_tuples(thing: Any, *names: str) -> None:
         value = getattr(thing, name)
         if value is not None and not isinstance(value, tuple):
             object.__setattr__(thing, name, tuple(value))
+
+
+def altered(thing: T, **values: Any) -> T:
+    """`dataclasses.replace` in a fraction of the time, for values that need no check: `__post_init__` is not called."""
+    slots = _slots(type(thing))
+    if slots is None:
+        return replace(thing, **values)  # type: ignore[type-var]
+    made = object.__new__(type(thing))
+    for name, read, write in slots:
+        write(made, values[name] if name in values else read(thing))
+    return made
+
+
+@cache
+def _slots(cls: Any) -> list[tuple[str, Callable[[Any], Any], Callable[[Any, Any], None]]] | None:
+    """Each field's name, and what reads and writes it; None if one is no slot of the class itself: a subclass."""
+    found = [(f.name, cls.__dict__.get(f.name)) for f in fields(cls)]
+    if not all(isinstance(slot, MemberDescriptorType) for _, slot in found):
+        return None
+    return [(name, slot.__get__, slot.__set__) for name, slot in found if slot is not None]
 
 
 def _encode(value: Any) -> Any:

@@ -33,9 +33,8 @@ def to_episode(outcome: Outcome, model: Model, spec: RolloutSpec) -> Episode:
         "source": spec.task.source,
     }
     diverged = {"diverged_prefixes": float(model.diverged_prefixes)} if model.diverged_prefixes else {}
-    if (
-        model.spending.tokens > model.returned_tokens()
-    ):  # of a model behind a URL, which counts its tokens and does not return them
+    # of a model behind a URL, which counts its tokens and does not return them
+    if model.spending.tokens > model.returned_tokens():
         diverged["response_tokens"] = float(model.spending.tokens)
     if isinstance(outcome, Episode):
         episode = replace(outcome, metrics={**diverged, **outcome.metrics}, **identity)

@@ -13,6 +13,7 @@ from pathlib import Path
 from headrace.algorithms.advantages.assign import trained_roles
 from headrace.algorithms.filters import UNIFORM, drop_by_termination, drop_too_few, impute_names, reason_to_drop
 from headrace.config import AgentLoopConfig
+from headrace.data.codec import altered
 from headrace.data.episode import Episode, Trajectory, TrajectoryGroup
 from headrace.errors import WorkflowError
 from headrace.registry import resolve
@@ -254,8 +255,8 @@ def _after_failures(reason: str, sound: int, of: int) -> str:
 
 def _numbered(episode: Episode) -> Episode:
     """The episode with `rollout_idx` on its trajectories, so that it survives grouping."""
-    own = tuple(replace(trajectory, rollout_idx=episode.rollout_idx) for trajectory in episode.trajectories)
-    return replace(episode, trajectories=own)
+    own = tuple(altered(trajectory, rollout_idx=episode.rollout_idx) for trajectory in episode.trajectories)
+    return altered(episode, trajectories=own)
 
 
 def form_groups(episodes: Sequence[Episode]) -> tuple[TrajectoryGroup, ...]:

@@ -10,6 +10,7 @@ from functools import cache
 from headrace.algorithms.advantages.estimators import GroupRewards
 from headrace.algorithms.advantages.precomputed import use_precomputed, warn_of_overwriting
 from headrace.config import AlgorithmSection
+from headrace.data.codec import altered
 from headrace.data.episode import NO_ROLLOUT, Trajectory, TrajectoryGroup
 from headrace.errors import DataError
 from headrace.registry import facts, resolve
@@ -77,8 +78,8 @@ def _with_advantages(group: TrajectoryGroup, scalars: Sequence[float]) -> Trajec
 
 
 def _with_advantage(trajectory: Trajectory, scalar: float) -> Trajectory:
-    steps = tuple(replace(step, advantage=(scalar,) * len(step.response_ids)) for step in trajectory.steps)
-    return replace(trajectory, steps=steps)
+    steps = tuple(altered(step, advantage=(scalar,) * len(step.response_ids)) for step in trajectory.steps)
+    return altered(trajectory, steps=steps)
 
 
 @cache  # once per process and estimator
