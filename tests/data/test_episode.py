@@ -500,7 +500,7 @@ class LabelledStep(Step):
     label: str = ""
 
 
-@pytest.mark.parametrize("before", [step([1], [2, 3]), LabelledStep((1,), (2, 3), (-0.5, -1.0), (0, 0), label="a user's own")])
+@pytest.mark.parametrize("before", [step([1], [2, 3]), LabelledStep((1,), (2, 3), (-0.5, -1.0), (0, 0), label="own")])
 def test_altered_gives_what_replace_gives_and_leaves_the_original(before: Step) -> None:
     advantage = (0.5,) * len(before.response_ids)
     expected = replace(before, advantage=advantage)
