@@ -58,6 +58,10 @@ async def hanging(task: Task, model: Model) -> float:
     return await slow(task, model)
 
 
+async def hangs_in_evaluations(task: Task, model: Model) -> float:
+    return await (slow if model.training else hanging)(task, model)
+
+
 async def blocking(task: Task, model: Model) -> float:
     """Blocks the event loop, and swallows whatever would end it."""
     if os.path.exists("hang"):  # noqa: ASYNC240
@@ -188,6 +192,38 @@ def test_a_step_that_waits_longer_than_the_grace_period_is_given_up_and_the_run_
     ends = ("trained", "filtered", "failed", "stale", "pending")
     assert last["episodes/dispatched"] == sum(last[f"episodes/{end}"] for end in ends)
     assert last["episodes/failed"] == 0 and last["episodes/trained"] + last["episodes/filtered"] >= 6 * last["step"]
+
+
+@pytest.mark.parametrize(("every", "last"), [(3, 2000), (0, 3)])
+def test_an_evaluation_is_given_up_at_a_signal_and_made_when_the_run_is_resumed(
+    tmp_path: Path, start: Start, every: int, last: int
+) -> None:
+    own = ["--eval.every", str(every), "--eval.before", "false", "--trainer.steps", str(last)]
+    own += ["--eval.sets.own.tasks", "null_backend:some_tasks", "--eval.sets.own.args.count", "4"]
+
+    def evaluated() -> list[tuple[int, float]]:
+        rows = [json.loads(line) for line in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()]
+        return [(row["step"], row["eval/step"]) for row in rows if "eval/own/pass@1" in row]
+
+    process = start(*own, workflow="hangs_in_evaluations")
+    (tmp_path / "hang").touch()
+    assert process.stdout is not None and "hangs\n" in iter(process.stdout.readline, "")
+    process.send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130 and "Traceback" not in err, err
+    assert time.monotonic() - began < 15  # of 600 that the evaluation would take
+    assert "stopping without this evaluation" in (tmp_path / "r" / "log.txt").read_text()
+    assert steps(tmp_path) == [1, 2, 3] and evaluated() == []
+    assert [step_of(folder) for folder in list_checkpoints(tmp_path / "r")] == [3]
+    (tmp_path / "hang").unlink()
+    again = start(*own, workflow="hangs_in_evaluations")
+    if every:
+        wait_for(lambda: steps(tmp_path)[-1] >= 7, again)
+        again.kill()
+    out, err = again.communicate(timeout=30)
+    assert evaluated()[:2] == ([(3, 3.0), (6, 6.0)] if every else [(3, 3.0)]), (out, err)
+    assert every or (again.returncode == 0 and steps(tmp_path) == [1, 2, 3, 3])
 
 
 def test_a_run_is_saved_by_time_and_a_kill_costs_no_more(tmp_path: Path, start: Start) -> None:

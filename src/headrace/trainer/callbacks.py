@@ -32,6 +32,10 @@ class TrainerHandle(Protocol):
         """Evaluate every set, and wait for it."""
         ...
 
+    async def evaluate_unless_stopped(self) -> dict[str, float] | None:
+        """The same; None if a signal ends the run before it is done. Then it can be made when the run is resumed."""
+        ...
+
     async def start_evaluation(self) -> asyncio.Task[dict[str, float]]:
         """Start to evaluate the weights of now, which are pinned for it while training continues."""
         ...
@@ -147,7 +151,7 @@ class Evaluating(Callback):
         self._before = 0
         self._running: asyncio.Task[dict[str, float]] | None = None
         self.unreported = unreported
-        """The step whose evaluation is under way, or is done and not reported. A checkpoint keeps it."""
+        """The step whose evaluation is under way, was cut off, or is done and not reported. A checkpoint keeps it."""
         self._found: dict[str, float] = {}
 
     def on_train_start(self, trainer: TrainerHandle) -> None:
@@ -155,14 +159,20 @@ class Evaluating(Callback):
         self._section = trainer.config.eval
 
     async def begin(self) -> dict[str, float]:
-        """After every `on_train_start`: the evaluation before the first step, or one that an interruption cut off."""
-        if self.unreported is not None and self.unreported == self._trainer.step:
-            self._running = await self._trainer.start_evaluation()
-        elif self.unreported is not None:
+        """After every `on_train_start`: the evaluation before the first step, or one that an interruption cut off.
+
+        Returns what is tracked at once: there may be no later step whose metrics it could be added to.
+        """
+        step, trainer = self._trainer.step, self._trainer.config.trainer
+        if self.unreported is None:
+            return await self._trainer.evaluate() if self._section.before and self._section.sets and not step else {}
+        if self.unreported != step:
             self._found = self._trainer.evaluated(self.unreported)
-        if not (self._section.before and self._section.sets and self._trainer.step == 0):
-            return {}
-        return await self._trainer.evaluate()
+        elif trainer.max_staleness and step < trainer.steps:
+            self._running = await self._trainer.start_evaluation()
+        else:
+            return await self._evaluate(step)
+        return {}
 
     def on_batch_start(self, step: int) -> None:
         self._before = step
@@ -180,8 +190,14 @@ class Evaluating(Callback):
         if wanted and section.max_staleness:
             self.unreported, self._running = step, await self._trainer.start_evaluation()
         elif wanted or (last and self._section.after and self._section.sets):
-            found |= await self._trainer.evaluate()
+            found |= await self._evaluate(step)
         return found
+
+    async def _evaluate(self, step: int) -> dict[str, float]:
+        """While nothing else works. If a signal ends the run first, it is made when the run is resumed."""
+        found = await self._trainer.evaluate_unless_stopped()
+        self.unreported = step if found is None else None
+        return found or {}
 
     async def on_train_end(self, trainer: TrainerHandle) -> None:
         if self._running is not None:  # the run was stopped: its metrics are tracked when it is resumed

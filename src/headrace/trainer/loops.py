@@ -9,7 +9,7 @@ two take turns: that is synchronous training. Above 0, generation continues whil
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -42,6 +42,8 @@ class TrainingLoops:
         self.step = run.start.step
         """Optimizer steps made."""
         self.last_metrics: dict[str, float] = {}
+        self.evaluating = False
+        """Whether all else waits for an evaluation, which a stop ends at once."""
         self._skipped_in_a_row = 0
         self._tasks = asyncio.TaskGroup()
         self._producing: asyncio.Task[None] | None = None
@@ -63,7 +65,7 @@ class TrainingLoops:
             before = await run.callbacks.call("on_train_start", self)
             before |= await run.evaluating.begin()
             if before:
-                run.trackers.log(0, before)
+                run.trackers.log(self.step, before)
             run.clock.restart()
             watch = self.spawn(self._watch())
             await self._replay()
@@ -104,7 +106,8 @@ class TrainingLoops:
 
     async def _make_step(self, batch: OpenedBatch) -> None:
         """Gather the groups of a step, learn from them, sync the weights."""
-        run = self._run
+        run, grace_s = self._run, self.config.run.grace_s
+        over = None if grace_s is None else lambda: run.stop.seconds_ago() >= grace_s
         run.learner.begin(run.coordinator.version)
         memory.reset_peak()
         pieces: list[list[FinishedGroup]] = []
@@ -114,7 +117,7 @@ class TrainingLoops:
             lambda: f"{step}: {len(run.buffer)} of {batch.size} groups complete, {run.coordinator.in_flight} under way"
         )
         async with aclosing(run.manager.gather(batch.size, self.step)) as gathered:
-            while (piece := await self._within_grace(anext(gathered, None))) is not None:
+            while (piece := await self._unless(over, anext(gathered, None))) is not None:
                 some, again = piece
                 pieces.append(some)
                 if run.releases_cache:
@@ -137,14 +140,14 @@ class TrainingLoops:
             self._skip(fresh)
         self._begin_next()
 
-    async def _within_grace(self, work: Awaitable[T]) -> T:
-        """Await; when the run is to stop and its grace period is over, cancel the work instead."""
-        grace_s, waiting = self.config.run.grace_s, asyncio.ensure_future(work)
+    async def _unless(self, over: Callable[[], bool] | None, work: Awaitable[T]) -> T:
+        """Await; once it is over, because the run is to stop, cancel the work instead."""
+        waiting = asyncio.ensure_future(work)
         try:
             while not waiting.done():
-                if grace_s is not None and self._run.stop.seconds_ago() >= grace_s:
+                if over is not None and over():
                     raise _GraceOverError
-                await asyncio.wait({waiting}, timeout=None if grace_s is None else _LOOK_EVERY_S)
+                await asyncio.wait({waiting}, timeout=None if over is None else _LOOK_EVERY_S)
             return waiting.result()
         finally:
             if not waiting.done():
@@ -271,6 +274,16 @@ class TrainingLoops:
     async def evaluate(self) -> dict[str, float]:
         """Evaluate every set, and wait for it."""
         return await self._run.evaluations.evaluate(self.step)
+
+    async def evaluate_unless_stopped(self) -> dict[str, float] | None:
+        """The same; None if a signal ends the run before it is done. Then it can be made when the run is resumed."""
+        self.evaluating = True
+        try:
+            return await self._unless(lambda: self._run.stop.signalled, self.evaluate())
+        except _GraceOverError:
+            return None
+        finally:
+            self.evaluating = False
 
     async def start_evaluation(self) -> asyncio.Task[dict[str, float]]:
         """Start to evaluate the current weights, which are pinned for it while training continues."""

@@ -86,13 +86,16 @@ class StopRequest:
 
     def __init__(self) -> None:
         self._since: float | None = None
+        self.signalled = False
+        """By a signal: what can be made when the run is resumed is not waited for."""
 
     @property
     def requested(self) -> bool:
         return self._since is not None
 
-    def request(self) -> None:
+    def request(self, by_signal: bool = False) -> None:
         """Finish the current step, save, and end."""
+        self.signalled |= by_signal
         self._since = time.monotonic() if self._since is None else self._since
 
     def seconds_ago(self) -> float:

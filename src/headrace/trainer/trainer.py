@@ -113,7 +113,8 @@ class UnifiedTrainer:
         return loops
 
     def _finish(self, run: Run, loops: TrainingLoops) -> RunResult:
-        interrupted = self._stop.requested and loops.step < self.config.trainer.steps
+        left = loops.step < self.config.trainer.steps or run.evaluating.unreported is not None
+        interrupted = self._stop.requested and left
         first, last = run.evaluations.first, run.evaluations.last
         result = RunResult(run.folder, loops.step, interrupted, first, last, loops.last_metrics)
         if not interrupted:
@@ -123,10 +124,14 @@ class UnifiedTrainer:
 
     def _interrupted(self) -> None:
         if self._loops is not None and self._loops.has_work:
-            self.stop()
+            self._stop.request(by_signal=True)
             grace_s = self.config.run.grace_s
-            wait = "" if grace_s is None else f", or without it if it waits for rollouts {grace_s:g} s from now"
-            self._loops.report(f"stopping after this step{wait}; a second Ctrl-C or SIGTERM aborts at once")
+            when = "after this step"
+            if self._loops.evaluating:
+                when = "without this evaluation, which is made when the run is resumed"
+            elif grace_s is not None:
+                when += f", or without it if it waits for rollouts {grace_s:g} s from now"
+            self._loops.report(f"stopping {when}; a second Ctrl-C or SIGTERM aborts at once")
         elif self._fitting is not None:  # nothing is trained yet: there is nothing to save
             self._interrupted_early = True
             self._fitting.cancel()
