@@ -42,6 +42,17 @@ REFUSED = {
     "an interpreter that is not there": (
         {"engine.name": "vllm", "engine.python": "/no/such/python"}, 'engine.python = "/no/such/python" is not there'
     ),
+    "an interpreter that is a file": (
+        {"engine.name": "vllm", "engine.python": __file__}, 'test_dry_run.py" cannot be executed'
+    ),
+    "memory of one GPU between two": (
+        {"engine.name": "vllm", "engine.transport": "ipc", "trainer.placement": "separate"}, 'set it to "nccl"'
+    ),
+    "a transport of GPUs": ({"engine.name": "vllm", "engine.transport": "nccl"}, "this machine has none"),
+    "GPUs of too few servers": (
+        {"engine.name": "vllm", "engine.gpus": ["0"], "engine.replicas": 2, "trainer.placement": "separate"},
+        "engine.gpus names the GPUs of 1 servers, and engine.replicas is 2",
+    ),
     "a variable that is not set": (
         {"engine.name": "sglang", "engine.server_env.KEY": "$NO_SUCH_VARIABLE"}, "not in the environment"
     ),

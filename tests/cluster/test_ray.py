@@ -184,6 +184,16 @@ def test_no_cluster_at_an_address_is_an_error(monkeypatch: pytest.MonkeyPatch) -
         place("judger", 1, {"CPU": 1}, ClusterSection(address="127.0.0.1:1"))
 
 
+def test_ray_that_does_not_start_here_is_an_error_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def times_out(**_: object) -> None:
+        raise Exception("The current node timed out during startup.")  # as Ray does
+
+    ray.shutdown()
+    monkeypatch.setattr(ray, "init", times_out)
+    with pytest.raises(ConfigError, match=r"does not start on this machine \(The current node timed out.*try again"):
+        place("judger", 1, {"CPU": 1}, ClusterSection(address="local"))
+
+
 def test_status_shows_nodes_placements_and_versions(
     cluster: Cluster, section: ClusterSection, capsys: pytest.CaptureFixture[str]
 ) -> None:

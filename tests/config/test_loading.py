@@ -183,6 +183,7 @@ def test_a_wrong_override_is_one_sentence(words: list[str], says: str) -> None:
         ({"trainer": {"steps": 1.5}}, "trainer.steps: input should be a valid integer"),
         ({"model": {"dtype": "int8"}}, "model.dtype: input should be 'auto', 'float32', 'bfloat16' or 'float64', got"),
         ({"trainer": 3}, "trainer: input should be a valid dictionary"),
+        ({"backend": {"ranks": 0}}, "backend.ranks: input should be greater than or equal to 1 or 'auto', got 0"),
         ({"rollout": {"group_size": 1}}, "rollout.group_size must be at least 2 for grpo, got 1; raise rollout.group"),
         ({"rollout": {"temperature": 0}}, "rollout.temperature must be above 0 to train, got 0"),
     ],

@@ -160,6 +160,11 @@ RUNS: list[dict[str, Any]] = [
     {"engine": {"name": "vllm", "urls": ["http://127.0.0.1:8000"]}},
     {"judge": {"placement": "ray"}, "cluster": {"address": "auto"}, "workflow": {"judger": "exact"}},
     {"backend": {"name": "mine.py:Backend"}, "cluster": {"address": "auto"}},
+    {
+        "engine": {"name": "vllm"},
+        "trainer": {"placement": "separate"},
+        "cluster": {"address": "auto", "engine": {"CPU": 1}},
+    },
     {"backend": {"name": "fsdp"}, "trainer": {"placement": "separate"}, "cluster": {"address": "auto"}},
     {"backend": {"name": "verl", "gradient_checkpointing": True}, "model": {"lora": {"rank": 4}}},
     {"backend": {"name": "mine.py:Backend"}, "judge": {"placement": "ray"}},

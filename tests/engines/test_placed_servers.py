@@ -76,7 +76,10 @@ def test_weights_travel_over_the_network_to_servers_on_nodes() -> None:
             r"lora\.rank = 4 .* do not see; set",
         ),
         ({"engine": {"name": "vllm", "urls": ["http://10.0.0.5:1"]}}, r"cluster\.engine = .* has no effect: .*urls"),
-        ({"trainer": {"placement": "colocate"}, "engine": {"name": "vllm"}}, r"cluster\.engine .* shares the learner"),
+        (
+            {"trainer": {"placement": "colocate"}, "engine": {"name": "vllm"}},
+            r'engine = .*placement = "colocate"',
+        ),
         ({"cluster": {"address": "auto", "engine": {"CPU": 0}}}, r"must take something"),
         ({"cluster": {"engine": {"CPU": 1}}}, r"cluster\.engine .* there is no cluster"),
     ],

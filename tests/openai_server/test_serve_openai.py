@@ -313,6 +313,13 @@ def test_a_run_without_a_checkpoint_is_explained(tmp_path: Path, capsys: pytest.
     assert "has no checkpoint yet" in capsys.readouterr().err
 
 
+def test_a_mistyped_run_is_not_taken_for_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "countdown").mkdir()
+    (tmp_path / "countdown" / "ledger.sqlite").touch()
+    assert run(["serve", "openai", str(tmp_path / "cuntdown"), "--port", "0"]) == 2
+    assert 'cuntdown (did you mean "countdown"?)' in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_it_in_good_order(stop: signal.Signals) -> None:
     command = [sys.executable, "-m", "headrace", "serve", "openai", "bundled", "--port", "0"]

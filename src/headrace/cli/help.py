@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -144,6 +144,8 @@ def _annotation(annotation: Any) -> str:
     from headrace.cli.toml_text import toml_value
 
     origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _annotation(arguments[0])
     if origin is Literal:
         return ("only " if len(arguments) == 1 else "") + " | ".join(toml_value(choice) for choice in arguments)
     if origin in (Union, UnionType):

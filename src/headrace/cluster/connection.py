@@ -41,7 +41,12 @@ def connect(cluster: ClusterSection) -> None:
                     logging_level=logging.WARNING,
                 )
             )
-        except (OSError, RuntimeError, ValueError) as error:
+        except Exception as error:  # boundary: of a node that does not start in time Ray raises no narrower one
+            if cluster.address == "local":
+                raise ConfigError(
+                    f"Ray does not start on this machine ({_first_line(error)}); if other programs take all of it, try "
+                    f'again, or start Ray with `ray start --head` and set cluster.address = "auto"'
+                ) from error
             raise ConfigError(
                 f'there is no Ray cluster at cluster.address = "{cluster.address}" ({_first_line(error)}); start one '
                 f'with `ray start --head`, or set cluster.address = "local"'

@@ -187,6 +187,9 @@ class EngineSection(Section):
     """Further arguments of the servers that Headrace starts, such as ["--tensor-parallel-size", "2"]."""
     server_env: dict[str, str] = {}
     """Further environment variables of these servers. "$NAME" is the value of a variable of Headrace's own."""
+    gpus: tuple[str, ...] = ()
+    """GPUs of each server that Headrace starts on this machine, as CUDA_VISIBLE_DEVICES has them: ["2", "3"] for two
+    replicas, ["2,3", "4,5"] with two GPUs each. Empty: all servers see all GPUs."""
     api_key_env: str | None = None
     """Environment variable that holds the API key of the servers in engine.urls; empty for none."""
     transport: Literal["file", "gloo", "nccl", "ipc", "disk", "adapter"] | None = None
@@ -196,7 +199,7 @@ class EngineSection(Section):
     """How far the log-probabilities of canary rows, which servers and learner score at every weight sync, may differ on
     average. Empty: by model.dtype."""
     start_timeout_s: float = Field(default=600.0, gt=0, le=LONGEST_S)
-    """Seconds until a server that Headrace starts must answer."""
+    """Seconds until a server must answer: one that Headrace starts, or one of engine.urls that does not answer yet."""
     hang_timeout_s: float = Field(default=300.0, gt=0, le=LONGEST_S)
     """Seconds that a server may take for a call other than sampling, or sample without a single token. Then it is taken
     for lost: it is started again, and its requests are issued again."""
@@ -205,9 +208,10 @@ class EngineSection(Section):
         always("name", "max_model_length"),
         shared.SAMPLES("max_batch", "prefill_tokens", "kept_tokens", "weights", "compile", "threads", "health_every_s"),
         when.SEVERAL_ENGINES("replicas"),
-        shared.ON_SERVERS("urls", "python", "server_args", "server_env", "api_key_env", "transport"),
+        shared.ON_SERVERS("urls", "python", "server_args", "server_env", "gpus", "api_key_env", "transport"),
         shared.ON_SERVERS("sync_tolerance", "start_timeout_s", "hang_timeout_s"),
-        when.STARTS_SERVERS("replicas", "python", "server_args", "server_env", "start_timeout_s"),
+        when.STARTS_SERVERS("replicas", "python", "server_args", "server_env", "gpus"),
+        when.SERVERS_HERE("gpus"),
         when.GIVEN_SERVERS("api_key_env"),
         when.NOT_ON_SERVERS("kept_tokens", "weights", "compile"),
         shared.NOT_TINKER("prefill_tokens", "kept_tokens", "weights", "compile", "threads"),

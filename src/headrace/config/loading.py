@@ -215,7 +215,7 @@ Laid = Sequence[tuple[str, Sequence[str]]]
 def _explain(error: ValidationError, file: str, laid: Laid) -> str:
     """All problems, each with where it comes from: a file, or an override."""
     found: list[tuple[str, str]] = []
-    for problem in error.errors():
+    for problem in _joined(error.errors()):
         where = ".".join(str(part) for part in problem["loc"])
         path = f"{where.replace('-', '_')}."
 
@@ -226,6 +226,26 @@ def _explain(error: ValidationError, file: str, laid: Laid) -> str:
 
         found.append((_blamed(file, laid, sets), _sentence(problem, where)))
     return _by_source(found)
+
+
+def _joined(problems: Iterable[Any]) -> list[dict[str, Any]]:
+    """A value that fits none of several types as one problem, at the setting itself."""
+    found: dict[tuple[str, ...], dict[str, Any]] = {}
+    for problem in problems:
+        location = problem["loc"]
+        parent = [str(part) for part in location[:-1]]
+        if len(parent) > 1 and not isinstance(location[-1], int) and _is_union(_annotation_at(parent)):
+            location = location[:-1]  # the last part names the type that was tried
+        key = tuple(map(str, location))
+        if key in found and found[key]["input"] == problem["input"]:
+            found[key]["msg"] += f" or {problem['msg'].removeprefix('Input should be ')}"
+        else:
+            found[(*key, str(len(found))) if key in found else key] = {**problem, "loc": location}
+    return list(found.values())
+
+
+def _is_union(annotation: Any) -> bool:
+    return get_origin(annotation) in (Union, UnionType)
 
 
 def _blamed(file: str, laid: Laid, sets: Callable[[Sequence[str]], bool]) -> str:
@@ -286,7 +306,7 @@ def _annotation_at(path: Sequence[str]) -> Any:
             found = field.annotation if field else Any
         else:
             found = get_args(found)[1] if get_origin(found) is dict else Any
-        if get_origin(found) in (Union, UnionType):
+        if _is_union(found):
             found = next((option for option in get_args(found) if _is_section(option)), found)
     return found
 

@@ -17,6 +17,7 @@ from headrace.errors import ConfigError, ModelError
 from headrace.evaluation.evaluate import run_of
 from headrace.evaluation.setup import in_this_process
 from headrace.openai_server.options import OpenAIOptions
+from headrace.registry import nearest
 from headrace.rollout.chat import ChatTemplate
 from headrace.run.checkpoint import is_checkpoint, list_checkpoints, load_checkpoint
 from headrace.run.stored import stored_config
@@ -57,6 +58,9 @@ def run_folder(target: str) -> Path | None:
     """The run that the target is, or is a checkpoint of; None if it names a model."""
     folder = Path(target)
     if not folder.is_dir():
+        if folder.parent != Path() and any(folder.parent.glob("*/ledger.sqlite")):  # or it is taken for a hub id
+            runs = sorted(beside.parent.name for beside in folder.parent.glob("*/ledger.sqlite"))
+            raise ConfigError(f"there is no run {folder}{nearest(folder.name, runs)}")
         return None
     run = run_of(folder)
     stored = stored_config(run)

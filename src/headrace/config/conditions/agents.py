@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from headrace.config.conditions.shared import ONE_CALL
-from headrace.config.derived import has_own, is_judged, longest_reply, on_servers, uses_workflow, varies
+from headrace.config.derived import (
+    has_own,
+    is_judged,
+    longest_reply,
+    on_servers,
+    places_engines,
+    shares_bundles,
+    uses_workflow,
+    varies,
+)
 from headrace.config.effect import Condition
 from headrace.registry import builtin
 
@@ -25,6 +34,11 @@ SEVERAL_ENGINES = Condition(
 )
 STARTS_SERVERS = Condition(
     lambda s: not s.own.urls, "engine.urls names servers that run already", "remove one of the two"
+)
+SERVERS_HERE = Condition(
+    lambda s: not (places_engines(s.c) or shares_bundles(s.c)),
+    "Ray gives each server the GPUs of its bundle",
+    "remove it, and set cluster.engine.GPU",
 )
 GIVEN_SERVERS = Condition(
     lambda s: bool(s.own.urls), "Headrace starts the servers, on loopback", "remove it, or set engine.urls"

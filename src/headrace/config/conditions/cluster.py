@@ -21,7 +21,8 @@ RAY_LEARNERS = Condition(
 )
 RAY_ENGINES = Condition(
     lambda s: starts_engines(s.c),
-    "the engine shares the learner's process or bundle, runs at engine.urls already, or is the service's",
+    'with trainer.placement = "{c.trainer.placement}", engine.name = "{c.engine.name}" and engine.urls = '
+    "{c.engine.urls}, Headrace starts no engine of its own",
     'remove it, or set trainer.placement = "separate" with an engine that Headrace starts',
 )
 RAY_JUDGERS = Condition(

@@ -13,6 +13,7 @@ from headrace.config.derived import places_engines, shares_bundles, starts_besid
 from headrace.engines.base import ModelHost, RolloutEngine, SamplingParams
 from headrace.engines.http import authorization
 from headrace.engines.pool import EnginePool
+from headrace.engines.servers.checks import interpreter, require_package
 from headrace.engines.servers.client import ServerClient
 from headrace.engines.servers.engine import ServerEngine
 from headrace.engines.servers.life import ServerOptions
@@ -113,12 +114,16 @@ def _server(
     section = config.engine
     if section.urls:
         return GivenServer(section.urls[number], ask, section.start_timeout_s)
+    if bundles is None and number == 0:
+        require_package(interpreter(section.python, kind.shown), kind.name, kind.shown)
     launch = kind.launch(config, options)
     log = _logs(config) / f"{kind.name}_{number}.log"
     name = f"{kind.shown} server {number}"
     if bundles is not None:
         return bundles.server(number, name, launch, log, ask)
-    return StartedServer(name, launch.command, launch.environment(), log, ask, section.start_timeout_s)
+    visible = {"CUDA_VISIBLE_DEVICES": section.gpus[number]} if section.gpus else {}
+    environment = launch.environment() | visible
+    return StartedServer(name, launch.command, environment, log, ask, section.start_timeout_s)
 
 
 def _logs(config: RunConfig) -> Path:

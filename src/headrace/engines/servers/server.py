@@ -48,9 +48,16 @@ class Server(Protocol):
     async def close(self) -> None: ...
 
 
-async def until_healthy(url: str, limit_s: float, gone: Callable[[], str | None], ask: Callable[[], object]) -> None:
-    """Ask until there is an answer."""
+async def until_healthy(
+    url: str,
+    limit_s: float,
+    gone: Callable[[], str | None],
+    ask: Callable[[], object],
+    waiting: Callable[[EngineError], None] = lambda error: None,
+) -> None:
+    """Ask until there is an answer. `waiting` is called once, if there is none to the first question."""
     end = time.monotonic() + limit_s
+    asked = False
     while True:
         try:
             await ask()  # type: ignore[misc]
@@ -60,6 +67,9 @@ async def until_healthy(url: str, limit_s: float, gone: Callable[[], str | None]
                 raise EngineError(how) from None
             if time.monotonic() > end:
                 raise EngineError(f"no server answers at {url} after {limit_s:g} s: {error}") from None
+            if not asked:
+                waiting(error)
+            asked = True
         await asyncio.sleep(_POLL_S)
 
 
@@ -74,7 +84,13 @@ class GivenServer:
         self._deaths = 0
 
     async def start(self) -> None:
-        await until_healthy(self.url, self._limit_s, self.gone, self._ask)
+        await until_healthy(self.url, self._limit_s, self.gone, self._ask, self._say_that_it_waits)
+
+    def _say_that_it_waits(self, error: EngineError) -> None:
+        _log.warning(
+            "the server at %s does not answer; waiting for %g s (engine.start_timeout_s). Start it, or correct "
+            "engine.urls (%s)", self.url, self._limit_s, error,
+        )  # fmt: skip
 
     async def replace(self) -> None:
         self.incarnation += 1

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 import torch
 
 from headrace.config import RunConfig
-from headrace.config.derived import places_engines, shares_bundles
+from headrace.config.derived import places_engines, places_learners, shares_bundles
 from headrace.engines.base import EngineAbilities, ModelHost, RolloutEngine
 from headrace.engines.servers.checks import check_servers
 from headrace.errors import ConfigError
@@ -57,6 +57,15 @@ def transports(config: RunConfig) -> tuple[str, ...]:
                 f'trains only adapters; leave engine.transport out, or set it to "adapter"'
             )
         return ("adapter",)
+    if asked == "ipc" and config.trainer.placement == "separate":
+        raise ConfigError(
+            'engine.transport = "ipc" is for learner and engine on one GPU, and trainer.placement is "separate"; '
+            'set it to "nccl", or trainer.placement to "colocate"'
+        )
+    if asked in ("ipc", "nccl") and not (torch.cuda.is_available() or places_learners(config)):
+        raise ConfigError(
+            f'engine.transport = "{asked}" sends from a GPU, and this machine has none; set it to "file" or "gloo"'
+        )
     if asked:
         return (asked,)
     if torch.cuda.is_available():
