@@ -79,8 +79,10 @@ def killed_while_writing(folder: Path, after_s: float) -> None:
 def test_a_killed_writer_leaves_a_prefix_of_what_it_was_handed(tmp_path: Path):
     rng = random.Random(5)
     sizes = [0]
-    for _ in range(5):
-        killed_while_writing(tmp_path, after_s=rng.uniform(0.0, 0.4))
+    for number in range(20):
+        if number >= 5 and sizes[-1]:
+            break
+        killed_while_writing(tmp_path, after_s=rng.uniform(0.0, 0.4) * max(1, number - 3))  # a crowded machine is slow
         with LedgerReader.read(tmp_path) as reader:
             account = reader.account()
             trained = sum(record.decision == "trained" for record in reader.episodes())
