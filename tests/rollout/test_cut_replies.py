@@ -17,7 +17,8 @@ RECOMPUTE = {"algorithm": {"proximal": "recompute"}}
 
 def ran(folder: Path, sampling: dict[str, Any], role: str = "agent", **given: Any) -> Ran:
     async def asks(task: Task, model: Model) -> float:
-        reply = await model.chat(task.messages, role=role, **(sampling if model.training else {"top_p": 0.5}))
+        given: dict[str, Any] = sampling if model.training else {"top_p": 0.5}
+        reply = await model.chat(task.messages, role=role, **given)
         await model.chat(task.messages)
         return float(sum(reply.completion_ids) % 5)
 
