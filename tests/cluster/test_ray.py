@@ -182,6 +182,8 @@ def test_no_cluster_at_an_address_is_an_error(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(ConfigError, match=r"there is no Ray cluster at cluster\.address"):
         place("judger", 1, {"CPU": 1}, ClusterSection(address="127.0.0.1:1"))
+    with pytest.raises(ConfigError, match=r"or give the address of one: headrace cluster status HOST:6379"):
+        cluster_status("127.0.0.1:1")
 
 
 def test_ray_that_does_not_start_here_is_an_error_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

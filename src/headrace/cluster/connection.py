@@ -20,8 +20,11 @@ _REACHABLE_S = 10.0
 NAMESPACE = "headrace"
 
 
-def connect(cluster: ClusterSection) -> None:
-    """Join the cluster, or start one on this machine. Does nothing if this process is connected already."""
+def connect(cluster: ClusterSection, remedy: str = 'set cluster.address = "local"') -> None:
+    """Join the cluster, or start one on this machine. Does nothing if this process is connected already.
+
+    `remedy` is what else there is to do where no cluster is found.
+    """
     if ray.is_initialized():
         return
     if not cluster.address:
@@ -49,7 +52,7 @@ def connect(cluster: ClusterSection) -> None:
                 ) from error
             raise ConfigError(
                 f'there is no Ray cluster at cluster.address = "{cluster.address}" ({_first_line(error)}); start one '
-                f'with `ray start --head`, or set cluster.address = "local"'
+                f"with `ray start --head`, or {remedy}"
             ) from error
 
 

@@ -50,7 +50,7 @@ class ClusterStatus:
 
 def cluster_status(address: str = "auto", timeout_s: float = 20.0) -> ClusterStatus:
     """Ask every node; a node that does not answer in time is reported, not waited for."""
-    connect(ClusterSection(address=address))
+    connect(ClusterSection(address=address), remedy="give the address of one: headrace cluster status HOST:6379")
     names, here = node_names(), _versions()
     alive = [node for node in ray.nodes() if node["Alive"]]
     asked = _ask_all([node["NodeID"] for node in alive], timeout_s)
