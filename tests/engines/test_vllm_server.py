@@ -34,11 +34,15 @@ from headrace.weights.vllm_plugin import FOLDER
 
 pytestmark = pytest.mark.slow
 PROMPT = [5, 9, 12, 40]
+LONG = 600  # tokens that are not sampled before a test has done something to the server
+OFF = 3e-4  # two implementations in float32, after many tokens of a random model; mostly 1e-5
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.saved_model("llama_ungrouped_tied", tmp_path_factory.mktemp("model"), hidden_size=128)
+    # many layers: tokens must come slowly enough
+    shape = {"hidden_size": 128, "num_hidden_layers": 8, "max_position_embeddings": 1024}
+    return tiny.saved_model("llama_ungrouped_tied", tmp_path_factory.mktemp("model"), **shape)
 
 
 class Pair:
@@ -53,8 +57,9 @@ class Pair:
         self.hf_model = load_model(section)
         self.model = build_causal_model(self.hf_model)
         self.server: StartedServer = new_server(folder, log, transport, lora_rank=lora, **server)
+        length = self.hf_model.config.max_position_embeddings
         options = ServerOptions(
-            vocabulary=tiny.VOCABULARY, max_model_length=tiny.LENGTH - 1, detokenize=tiny.detokenize,
+            vocabulary=tiny.VOCABULARY, max_model_length=length - 1, detokenize=tiny.detokenize,
             transport=transport, health_every_s=0.02, sleeps=sleeps, hang_s=hang_s,
         )  # fmt: skip
         self.engine = VllmEngine(self.server, lambda: ServerClient(self.server.url, timeout_s=hang_s), options)
@@ -116,7 +121,7 @@ async def test_sampler_and_learner_agree_after_twenty_syncs(folder: Path, tmp_pa
 async def test_spans_of_versions_are_exact_with_requests_in_flight(folder: Path, tmp_path: Path) -> None:
     async with running(Pair(folder, tmp_path / "log", "file")) as pair:
         await pair.sync.sync(1)
-        tasks = [pair.asked(200, seed) for seed in range(8)]
+        tasks = [pair.asked(LONG, seed) for seed in range(8)]
         await until_tokens(pair, 160)
         old = [p.detach().clone() for p in pair.hf_model.parameters()]
         pair.move(7)
@@ -124,7 +129,7 @@ async def test_spans_of_versions_are_exact_with_requests_in_flight(folder: Path,
         made = await asyncio.gather(*tasks)
         for one in made:
             before = one.versions.count(1)
-            assert one.versions == (1,) * before + (2,) * (200 - before) and 0 < before < 200
+            assert one.versions == (1,) * before + (2,) * (LONG - before) and 0 < before < LONG
         with torch.no_grad():
             for parameter, value in zip(pair.hf_model.parameters(), old, strict=True):
                 parameter.copy_(value)
@@ -132,7 +137,7 @@ async def test_spans_of_versions_are_exact_with_requests_in_flight(folder: Path,
             before = one.versions.count(1)
             (scores,) = await pair.score([[*one.prompt_ids, *one.completion_ids]])
             apart = np.abs(np.array(scores[len(PROMPT) - 1 :]) - np.array(one.logprobs))
-            assert apart[:before].max() < 1e-4 < apart[before : before + 5].max()
+            assert apart[:before].max() < OFF < apart[before : before + 5].max()
 
 
 @pytest.mark.parametrize("victim", ["the server", "the engine core"])
@@ -140,15 +145,15 @@ async def test_a_killed_server_comes_back_with_the_current_weights(folder: Path,
     async with running(Pair(folder, tmp_path / "log", "file")) as pair:
         pair.move(3)
         await pair.sync.sync(4)
-        alone = [await pair.asked(240, seed) for seed in range(4)]
-        tasks = [pair.asked(240, seed) for seed in range(4)]
-        await asyncio.sleep(0.2)  # far from the end of any
+        alone = [await pair.asked(LONG, seed) for seed in range(4)]
+        tasks = [pair.asked(LONG, seed) for seed in range(4)]
+        await until_tokens(pair, 40)
         assert pair.server.child is not None
         first, *others = pair.server.child.descendants()
         os.kill(first if victim == "the server" else others[-1], signal.SIGKILL)
         for made, expected in zip(await asyncio.wait_for(asyncio.gather(*tasks), 120), alone, strict=True):
             assert made.completion_ids == expected.completion_ids and set(made.versions) == {4}
-            assert await pair.far_off(made) <= 1e-4
+            assert await pair.far_off(made) <= OFF
         assert pair.engine.health().restarts == 1
 
 
@@ -266,12 +271,12 @@ async def test_a_server_whose_engine_core_hangs_is_replaced(folder: Path, tmp_pa
     async with running(Pair(folder, tmp_path / "log", "file", hang_s=30.0)) as pair:
         pair.move(3)
         await pair.sync.sync(4)
-        alone = await pair.asked(240, 1)
+        alone = await pair.asked(LONG, 1)
         assert pair.server.child is not None
         os.kill(pair.server.child.descendants()[-1], signal.SIGSTOP)  # the server still says that it is well
-        made = await asyncio.wait_for(pair.asked(240, 1), 400)
+        made = await asyncio.wait_for(pair.asked(LONG, 1), 400)
         assert made.completion_ids == alone.completion_ids and set(made.versions) == {4}
-        assert pair.engine.health().restarts == 1 and await pair.far_off(made) <= 1e-4
+        assert pair.engine.health().restarts == 1 and await pair.far_off(made) <= OFF
 
 
 async def test_a_colocated_server_sleeps_while_the_learner_works(folder: Path, tmp_path: Path) -> None:
@@ -304,7 +309,7 @@ async def test_only_adapters_travel_and_old_ones_are_unloaded(folder: Path, tmp_
     async with running(Pair(folder, tmp_path / "log", "adapter", lora=4)) as pair:
         pair.move(1)
         await pair.sync.sync(1)
-        long = pair.asked(200)
+        long = pair.asked(LONG)
         await until_tokens(pair, 20)
         pair.move(2)
         await pair.sync.sync(2)
