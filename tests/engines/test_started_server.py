@@ -65,6 +65,22 @@ async def test_a_server_that_dies_at_every_start_is_given_up(tmp_path: Path) -> 
         await server.close()
 
 
+async def test_a_server_that_is_given_up_is_ended(tmp_path: Path) -> None:
+    server = new_server(tmp_path, "0")
+    try:
+        await server.start()
+        for _ in range(3):  # it lives, and says that it is well; its engine is dead
+            await server.replace()
+        assert server.gone() is None
+        with pytest.raises(EngineError, match="died 4 times in a row"):
+            await server.replace()
+        assert server.gone() is not None
+        with pytest.raises(OSError):
+            urlopen(f"{server.url}/health", timeout=5)  # noqa: ASYNC210
+    finally:
+        await server.close()
+
+
 async def test_a_server_that_cannot_be_started_at_first_is_an_error_at_once(tmp_path: Path) -> None:
     server = new_server(tmp_path, "1")
     with pytest.raises(EngineError, match="ended \\(exit code 1\\)"):

@@ -30,7 +30,7 @@ KILLS = (
     ("engine core, in a sync", 1), ("engine cores of all replicas, in a sync", None), ("worker", 0), ("engine core", 1),
 )  # fmt: skip
 VICTIMS = sum(2 if number is None else 1 for _, number in KILLS)  # ten
-STEPS = 4 * len(KILLS)  # more than the kills need
+STEPS = 8 * len(KILLS)  # more than the kills need
 TITLES = {"engine core": "VLLM::EngineCore", "worker": "VLLM::Worker"}
 
 
@@ -43,6 +43,11 @@ def victim(replica: Replica, what: str) -> int:
     if title is None:
         return first
     return next(pid for pid in others if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(title.encode()))
+
+
+def has_served(replica: Replica) -> bool:
+    """Since it was started: one that dies four times without it is given up."""
+    return replica.engine.server._deaths == 0  # type: ignore[attr-defined]
 
 
 def until(what: str, holds: Callable[[], bool], limit_s: float = 600.0) -> None:
@@ -99,6 +104,7 @@ class Killer(Callback):
 
     def _one_kill(self, what: str, replicas: list[Replica]) -> None:
         until(f"all replicas serve, before {what}", lambda: all(one.serves for one in self.pool.replicas))
+        self._let_in_until(f"all have served, before {what}", lambda: all(map(has_served, self.pool.replicas)))
         restarts = [one.engine.health().restarts for one in replicas]
 
         def kill() -> None:

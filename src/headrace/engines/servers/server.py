@@ -151,6 +151,7 @@ class StartedServer:
             self._deaths += 1
             how = self.gone() or f"{self._name} does not answer"
             if self._deaths > MOST_DEATHS:
+                await self._end()  # or who waits for an answer of a half-dead server, as a weight sync may, waits on
                 raise EngineError(f"{self._name} died {self._deaths} times in a row without serving a request; {how}")
             _log.warning("%s is lost and is started again: %s", self._name, how.splitlines()[0])
             await self._end()
