@@ -182,6 +182,13 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             _WEIGHTED,
             "`drift/same_version` under the names of engine and type of weights, to compare runs by",
         ),
+        Metric(
+            "drift/surprise",
+            "nats",
+            _WEIGHTED,
+            "−log policy − entropy, on the same rows: 0 on average if tokens are drawn from the distribution that the "
+            "engine states; filters that drop groups shift it",
+        ),
         Metric("drift/stale", "nats", _WEIGHTED, "the same mean on rows with older tokens: the policy has moved"),
         Metric(
             "policy/kl_to_sampler",

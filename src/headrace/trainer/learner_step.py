@@ -104,7 +104,7 @@ class LearnerStep:
         trained = await self._backend.forward_backward(part.batch, part.algorithm)
         self.metrics.merge(trained.metrics.renamed("policy/", f"{part.area}/"))
         samples = part.batch.samples
-        drift = drift_metrics(samples, trained.logprobs, self._version, updated, self._sampler)
+        drift = drift_metrics(samples, trained.logprobs, self._version, updated, self._sampler, trained.entropies)
         self.metrics.merge(drift.renamed("policy/", f"{part.area}/"))
         if not updated:
             self._policy.observe(samples, trained.logprobs, self._version)
