@@ -92,7 +92,8 @@ def draw_runs(folders: Sequence[Path], path: Path) -> None:
 
 
 def draw_engines(folders: Sequence[Path], path: Path) -> None:
-    """Held-out pass@1 and the mean reward over the steps, a colour for each engine; asynchronous runs are dashed."""
+    """Held-out pass@1 and the mean reward over the steps, a colour for each engine; asynchronous runs are dashed,
+    and seeds after the first paler."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
     colours: dict[str, str] = {}
     for folder in folders:
@@ -100,8 +101,10 @@ def draw_engines(folders: Sequence[Path], path: Path) -> None:
         engine, ahead = config["engine"], config["trainer"]["max_staleness"] > 0
         name = "torch" if engine["name"] == "torch" else f"{engine['name']}, {engine['replicas']} replicas"
         name = name.replace("1 replicas", "1 server").replace("replicas", "servers")
+        seed = config["run"]["seed"]
         style: dict[str, Any] = {"ls": "--" if ahead else "-", "color": colours.setdefault(name, f"C{len(colours)}")}
-        label = f"{name}, {'max_staleness 2' if ahead else 'synchronous'}, seed {config['run']['seed']}"
+        style["alpha"] = 1 / (1 + seed)
+        label = f"{name}, {'max_staleness 2' if ahead else 'synchronous'}, seed {seed}"
         points = [(row["eval/step"], row["eval/sums/pass@1"]) for row in rows if "eval/sums/pass@1" in row]
         rewards = [(row["step"], row["reward/mean"]) for row in rows if row["step"]]
         left.plot(*zip(*points, strict=True), marker="o", ms=3, label=label, **style)
