@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import signal
@@ -17,6 +18,7 @@ from headrace.config import ClusterSection
 from headrace.errors import ConfigError
 
 _REACHABLE_S = 10.0
+_SIGACTION_BYTES = 512  # more than a sigaction has on any system
 NAMESPACE = "headrace"
 
 
@@ -83,15 +85,22 @@ def _require_reachable(address: str) -> None:
 
 @contextmanager
 def _signals_as_they_are() -> Iterator[None]:
-    """Ray puts a handler of its own in place of ours, which saves the run."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.getsignal(signal.SIGTERM)
+    """Ray handles SIGTERM in place of us, who save the run: in Python if this is the main thread, and in C in any.
+
+    The handler in C prints a stack, calls the one that was there, and ends the process three seconds later.
+    """
+    sigaction = getattr(ctypes.CDLL(None), "sigaction", None)
+    is_main = threading.current_thread() is threading.main_thread()
+    in_python, in_c = signal.getsignal(signal.SIGTERM), ctypes.create_string_buffer(_SIGACTION_BYTES)
+    if sigaction is not None:
+        sigaction(signal.SIGTERM, None, in_c)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        if is_main:
+            signal.signal(signal.SIGTERM, in_python)
+        if sigaction is not None:
+            sigaction(signal.SIGTERM, in_c, None)
 
 
 @contextmanager
