@@ -48,7 +48,8 @@ class Server:
             def do_POST(self) -> None:
                 length = int(self.headers.get("Content-Length", 0))
                 headers = {name.lower(): value for name, value in self.headers.items()}
-                asked = Received(self.path, headers, json.loads(self.rfile.read(length)), time.monotonic())
+                body = json.loads(self.rfile.read(length)) if length else None
+                asked = Received(self.path, headers, body, time.monotonic())
                 with lock:
                     server.asked.append(asked)
                     server.busy += 1
@@ -60,13 +61,15 @@ class Server:
                 if said.hangs_up:
                     self.close_connection = True
                     return
-                body = said.body if isinstance(said.body, str) else json.dumps(said.body)
+                text = said.body if isinstance(said.body, str) else json.dumps(said.body)
                 self.send_response(said.status)
                 for name, value in said.headers.items():
                     self.send_header(name, value)
-                self.send_header("Content-Length", str(len(body.encode())))
+                self.send_header("Content-Length", str(len(text.encode())))
                 self.end_headers()
-                self.wfile.write(body.encode())
+                self.wfile.write(text.encode())
+
+            do_GET = do_POST
 
             def log_message(self, format: str, *args: Any) -> None: ...
 

@@ -33,7 +33,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServers]
     folder = tmp_path_factory.mktemp("model")
     # heads of 32: vLLM's attention on the CPU knows no smaller ones
     # and many layers: tokens must come slowly enough to pause the server between two of them
-    shape = {"hidden_size": 128, "num_hidden_layers": 8, "max_position_embeddings": LENGTH}
+    shape = {"hidden_size": 128, "num_hidden_layers": 24, "max_position_embeddings": LENGTH}
     tiny.saved_model("llama_ungrouped_tied", folder, **shape)
     for one in shared(folder, tmp_path_factory.mktemp("logs")):
         asyncio.run(one.start(64, 1, 2, 3))  # before any test: none of them waits for that long

@@ -212,7 +212,12 @@ def test_a_server_that_is_not_there_is_lost_and_one_that_refuses_is_not() -> Non
     with pytest.raises(ServerLostError, match="gave no answer"):
         call(Endpoint("http://127.0.0.1:9"), "/pause", timeout_s=2)
     with (
-        serving(lambda _: Answer({"error": "no"}, 500)) as server,
+        serving(lambda asked: Answer({}, 200 if asked.path == "/health" else 500)) as server,
         pytest.raises(WeightSyncError, match="answered 500"),
+    ):
+        call(Endpoint(server.url), "/update_weights")
+    with (
+        serving(lambda asked: Answer({}, 503 if asked.path == "/health" else 500)) as server,
+        pytest.raises(ServerLostError, match="answered 500"),  # its engine died under it
     ):
         call(Endpoint(server.url), "/update_weights")

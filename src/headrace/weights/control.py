@@ -13,12 +13,13 @@ from headrace.errors import ServerLostError, WeightSyncError
 from headrace.weights.base import Endpoint
 
 _TIMEOUT_S = 600.0
+_HEALTH_S = 10.0
 _SHOWN = 600
 SGLANG_GROUP = "headrace"
 
 
 def call(endpoint: Endpoint, path: str, body: Any = None, timeout_s: float = _TIMEOUT_S) -> Any:
-    """POST; ServerLostError if nobody is there, WeightSyncError if the server says no."""
+    """POST; ServerLostError if nobody is there, or nobody who is well; WeightSyncError if the server says no."""
     url = endpoint.url.rstrip("/") + path
     headers = {"Content-Type": "application/json", **dict(endpoint.headers)}
     request = urllib.request.Request(url, json.dumps(body or {}).encode(), headers, method="POST")
@@ -26,14 +27,25 @@ def call(endpoint: Endpoint, path: str, body: Any = None, timeout_s: float = _TI
         with _direct().open(request, timeout=timeout_s) as response:
             text = response.read().decode(errors="replace")
     except urllib.error.HTTPError as error:
-        said = error.read().decode(errors="replace")[:_SHOWN]
-        raise WeightSyncError(f"{url} answered {error.code}: {said}") from None
+        found = f"{url} answered {error.code}: {error.read().decode(errors='replace')[:_SHOWN]}"
+        if error.code >= 500 and not _is_well(endpoint):  # its engine died under it
+            raise ServerLostError(found, endpoint.url) from None
+        raise WeightSyncError(found) from None
     except (OSError, http.client.HTTPException) as error:  # URLError among them
         raise ServerLostError(f"{url} gave no answer: {getattr(error, 'reason', error)}", endpoint.url) from None
     try:
         return json.loads(text) if text else None
     except ValueError:
         return text
+
+
+def _is_well(endpoint: Endpoint) -> bool:
+    request = urllib.request.Request(endpoint.url.rstrip("/") + "/health", headers=dict(endpoint.headers))
+    try:
+        with _direct().open(request, timeout=_HEALTH_S):
+            return True
+    except (OSError, http.client.HTTPException):  # HTTPError among them
+        return False
 
 
 def _direct() -> urllib.request.OpenerDirector:

@@ -243,7 +243,9 @@ class ServerLife(ABC):
         life = self._life()
         try:
             return await self._client.post(path, body)
-        except ServerLostError as error:
+        except (ServerLostError, ServerRefusedError) as error:
+            if isinstance(error, ServerRefusedError) and (error.status < 500 or await self._healthy()):
+                raise  # it says no; one whose engine died under it is not well
             if life == self._life() and self._recovering is None:
                 self._begin_recovery()
             raise ServerLostError(str(error), self.server.url) from None
