@@ -105,12 +105,14 @@ def check_metrics(run_dir: Path, config: RunConfig) -> None:
     """Every step once, in metrics.jsonl and for TensorBoard; the account and the bound hold at each."""
     told = metrics(run_dir)
     ends = accumulate(made for (made,) in rows(run_dir, "SELECT steps FROM batches ORDER BY step"))
-    assert [row["step"] for row in told] == [0, *ends]
-    for row in told[1:]:
+    first = [0] if config.eval.sets and config.eval.before else []  # with an evaluation before the first step
+    assert [row["step"] for row in told] == [*first, *ends]
+    steps = told[len(first) :]
+    for row in steps:
         assert row["episodes/dispatched"] == sum(row[f"episodes/{end}"] for end in ENDS), row
         if config.trainer.staleness in ("drop", "mask", "wait"):
             assert row["staleness/max"] <= config.trainer.max_staleness, row
-    trained = [row["episodes/trained"] for row in told[1:]]
+    trained = [row["episodes/trained"] for row in steps]
     assert trained == sorted(trained)
     shown = tensorboard(run_dir)
     assert [step for step, _ in shown] == [row["step"] for row in told]

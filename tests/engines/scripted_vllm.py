@@ -130,7 +130,7 @@ class ScriptedVllm:
 
     async def _steps(self) -> None:
         while True:
-            while self._paused or self.fault in ("silent", "stuck") or not (self._running or self._waiting):
+            while self._paused or self.fault in ("silent", "stuck", "headless") or not (self._running or self._waiting):
                 self._wake.clear()
                 await self._wake.wait()
             self._waiting.sort(key=lambda one: (one.body.get("priority", 0), one.number))
@@ -196,6 +196,8 @@ class ScriptedVllm:
     async def _answer_to(self, method: str, path: str, query: dict[str, list[str]], body: Any) -> Any:
         if self.fault == "silent" or (self.fault == "stuck" and path not in _WITHOUT_CORE):
             await asyncio.get_running_loop().create_future()
+        if self.fault == "headless" and (path == "/health" or path not in _WITHOUT_CORE):  # its engine core is dead
+            raise Refused(503 if path == "/health" else 500, "EngineCore encountered an issue")
         name = path.strip("/").replace("/", "_")
         route: Callable[..., Any] | None = getattr(self, f"_on_{name}", None)
         if route is None or path in self.routes_missing:

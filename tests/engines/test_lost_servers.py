@@ -105,7 +105,7 @@ async def test_a_server_that_hangs_is_replaced_and_what_was_asked_is_asked_again
     await engine.close()
 
 
-@pytest.mark.parametrize("fault", ["silent", "stuck"])
+@pytest.mark.parametrize("fault", ["silent", "stuck", "headless"])
 async def test_a_server_that_hangs_in_a_sync_gets_the_weights_in_its_next_life(kind: Kind, fault: str) -> None:
     model = ToyModel()
     server = kind(model, lives=2)
