@@ -46,7 +46,7 @@ def main(pipe: int, command: list[str]) -> int:
         _watch(watched, child, codes)
         with suppress(OSError):  # needs no list of processes
             os.killpg(child, signal.SIGKILL)
-    _kill_descendants(codes)
+    _kill_descendants(codes, last=child)
     return codes[child]
 
 
@@ -95,9 +95,10 @@ def _reap(codes: dict[int, int]) -> bool:
         return False
 
 
-def _kill_descendants(codes: dict[int, int]) -> None:
+def _kill_descendants(codes: dict[int, int], last: int) -> None:
+    """The inner one is the last that the outer one kills: who of the two is left does the rest."""
     while _reap(codes):
-        for pid in descendants(os.getpid()):
+        for pid in sorted(descendants(os.getpid()), key=last.__eq__):
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         select.select([], [], [], _POLL_S)
