@@ -83,7 +83,7 @@ class UnifiedTrainer:
     async def fit_async(self) -> RunResult:
         """`fit` for a running event loop."""
         self._fitting, self._interrupted_early = asyncio.current_task(), False
-        memory.keep_freed_memory()  # now: threads that come before have heaps of their own, which only grow
+        memory.share_one_heap()  # before there are threads: those that come before have heaps of their own
         try:
             with on_interrupt(self._interrupted):
                 with working("loading the training backend"):

@@ -5,15 +5,16 @@ from __future__ import annotations
 import ctypes
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
-# glibc's M_ARENA_MAX, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD and M_TOP_PAD: one heap for all but the largest tensors,
-# which is never returned to the system
-_KEEP = ((-8, 1), (-3, 2**25), (-1, 2**31 - 1), (-2, 2**26))
+_ONE_HEAP = ((-8, 1),)  # glibc's M_ARENA_MAX
+# M_MMAP_THRESHOLD, M_TRIM_THRESHOLD and M_TOP_PAD: all but the largest tensors are in the heap, which is never
+# returned to the system
+_KEEP = (*_ONE_HEAP, (-3, 2**25), (-1, 2**31 - 1), (-2, 2**26))
 _COLLECT_AFTER = 50_000  # new container objects
 
 
@@ -33,14 +34,21 @@ def frozen() -> Iterator[None]:
         gc.unfreeze()
 
 
-def keep_freed_memory() -> None:
-    """Reuse the memory of freed tensors: getting it from the system again costs a tenth of a step.
+def share_one_heap() -> None:
+    """Give threads that are started from now on no heaps of their own, each of which would keep its own peak."""
+    _set(_ONE_HEAP)
 
-    Works with glibc only; no effect with other allocators.
-    """
+
+def keep_freed_memory() -> None:
+    """Reuse the memory of freed tensors: getting it from the system again costs a tenth of a step."""
+    _set(_KEEP)
+
+
+def _set(options: Iterable[tuple[int, int]]) -> None:
+    """Works with glibc only; no effect with other allocators."""
     with suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL("libc.so.6").mallopt
-        for option, value in _KEEP:
+        for option, value in options:
             mallopt(option, value)
 
 
