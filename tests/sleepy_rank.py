@@ -17,6 +17,9 @@ class Sleepy:
         time.sleep(seconds)
         return self.rank
 
+    def echo(self, given: bytes) -> int:
+        return len(given)
+
     def fail(self, where: int) -> None:
         if self.rank == where:
             raise ZeroDivisionError("a bug")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headrace.backends.ranks.base import RanksLostError
@@ -29,11 +29,16 @@ def values(method: str, size: int, answers: Mapping[int, Answer]) -> dict[int, A
     return {rank: found.value for rank, found in answers.items()}
 
 
-def silence(method: str, size: int, answers: Mapping[int, Answer], timeout_s: float) -> Exception:
-    """Why some ranks do not answer: others have failed, and they wait for them; or they hang."""
+def silence(
+    method: str, size: int, answers: Mapping[int, Answer], timeout_s: float, stuck: Sequence[int] = ()
+) -> Exception:
+    """Why some ranks do not answer: others have failed, and they wait for them; or they hang.
+
+    `stuck` are those that are known to: by default, all without an answer.
+    """
     failed = next((one for one in answers.values() if one.error or one.foreign), None)
     if failed is None:
-        missing = [rank for rank in range(size) if rank not in answers]
+        missing = list(stuck) or [rank for rank in range(size) if rank not in answers]
         which = "no rank answered" if len(missing) == size else f"rank {', '.join(map(str, missing))} did not answer"
         return RanksLostError(
             f"{which} in {method} for {timeout_s:g} s, and all were ended; their stacks are in the log: look for the "

@@ -7,7 +7,6 @@ import selectors
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 from headrace.backends.ranks.answers import GRACE_S, START_S, silence, values
@@ -80,16 +79,25 @@ class PipeRanks:
         answers: dict[int, Answer] = {}
         with selectors.DefaultSelector() as selector:
             for rank, message in messages.items():
-                connection = self._workers[rank].connection
-                selector.register(connection, selectors.EVENT_READ, rank)
-                with suppress(OSError):  # it has gone, which is found out below
-                    send(connection, message)
+                self._send(method, rank, message, timeout_s)
+                selector.register(self._workers[rank].connection, selectors.EVENT_READ, rank)
             self._collect(method, selector, answers, timeout_s)
         try:
             return values(method, self.size, answers)
         except RanksLostError:
             self.kill()
             raise
+
+    def _send(self, method: str, rank: int, message: Any, timeout_s: float) -> None:
+        connection = self._workers[rank].connection
+        connection.settimeout(timeout_s)  # a process that stands still reads nothing, nor does it finish an answer
+        try:
+            send(connection, message)
+        except TimeoutError:
+            self._give_up(method)
+            raise silence(method, self.size, {}, timeout_s, (rank,)) from None
+        except OSError:  # it has gone, which is found out when its answer is read
+            return
 
     def _collect(
         self, method: str, selector: selectors.BaseSelector, answers: dict[int, Answer], timeout_s: float
@@ -99,12 +107,14 @@ class PipeRanks:
         while selector.get_map():
             ready = selector.select(max(0.0, last + allowed_s - time.monotonic()))
             if not ready:
-                self._log_stacks(method)
-                self.kill()
+                self._give_up(method)
                 raise silence(method, self.size, answers, timeout_s)
             for key, _ in ready:
                 try:
                     message = receive(key.fileobj)  # type: ignore[arg-type]
+                except TimeoutError:
+                    self._give_up(method)
+                    raise silence(method, self.size, answers, timeout_s, (key.data,)) from None
                 except EOFError:
                     raise self._died(method, key.data) from None
                 if isinstance(message, Progress):
@@ -123,6 +133,10 @@ class PipeRanks:
         lines = "\n".join(printed.splitlines()[-20:])
         _log.warning("rank %d (process %d) died in %s; its last lines:\n%s", rank, pid, method, lines or "(none)")
         return RanksLostError(f"rank {rank} of {self.size} died in {method} ({describe_exit(code)})")
+
+    def _give_up(self, method: str) -> None:
+        self._log_stacks(method)
+        self.kill()
 
     def _log_stacks(self, method: str) -> None:
         for worker in self._workers:
