@@ -11,6 +11,7 @@ from test_simulate import small
 
 from headrace.cli.main import run
 from headrace.config import FleetSection
+from headrace.errors import ConfigError
 from headrace.scheduling.simulation.fleet import Fleet, sync_seconds
 from headrace.scheduling.simulation.simulator import simulate
 from headrace.scheduling.simulation.tally import Outcome
@@ -37,6 +38,18 @@ def test_a_lost_engine_costs_time_and_no_episode() -> None:
 def test_a_lost_learner_is_waited_for() -> None:
     few = outcome(learners=50, mtbf_h=1, recovery_s=30)
     assert few.lost_nodes > 3 and few.steps_per_s < outcome().steps_per_s
+
+
+def test_a_node_that_is_down_is_not_lost_again() -> None:
+    found = outcome(engines=20, mtbf_h=0.05, recovery_s=100)  # each engine lives 180 s, and is away for 100
+    engines, learner = 20 / (180 + 100), 1 / 180
+    assert found.lost_nodes == pytest.approx((engines + learner) * found.seconds, rel=0.15)
+
+
+@pytest.mark.parametrize("nodes", [{"engines": 4}, {"learners": 3}])
+def test_nodes_that_are_lost_before_any_step_ends_are_an_error(nodes: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=r"no step ends .*mtbf_h = 0\.0001 and recovery_s = 300 .*; raise"):
+        outcome(mtbf_h=0.0001, recovery_s=300, **nodes)
 
 
 def test_the_same_seed_loses_the_same_nodes() -> None:

@@ -35,6 +35,8 @@ from headrace.scheduling.staleness import StalenessPolicy
 from headrace.tracking.metrics import MetricsAggregator
 
 _ROUNDING = 1e-9
+_MOST_LOSSES = 1000
+"""Of each node, on average, within one step: more, and no step will ever end."""
 
 
 def simulate(config: RunConfig, durations: Durations | None = None, *, ends: bool = False) -> Outcome:
@@ -101,6 +103,7 @@ class Simulation:
         self._fleet = Fleet(section.fleet, self._slots, rng)
         self._sync_s = sync_seconds(section.fleet)
         self._losses = self._fleet.losses()
+        self._lost = 0  # nodes since the last step, also those that were down already
         self._next_loss()
         self._learner_back_s = 0.0
         self._saved_s = 0.0  # when the last checkpoint was saved, and what was learned since
@@ -171,10 +174,12 @@ class Simulation:
 
     def _node_lost(self, node: int) -> None:
         fleet = self._config.simulate.fleet
-        self.tally.lost_nodes += 1
+        self._require_steps()
         if node >= fleet.engines:  # of the learner: rebuilt from the checkpoint, and recorded steps repeated
+            self.tally.lost_nodes += 1
             self._learner_back_s = self.now_s + fleet.recovery_s + self._learned_s
         elif self._fleet.is_up(node):
+            self.tally.lost_nodes += 1
             for group_id in reversed(self._fleet.lose(node)):
                 group = self._groups[group_id]
                 self.tally.lost_s += self.now_s - group.begun_s
@@ -183,6 +188,17 @@ class Simulation:
                 group.starts += 1
             self._push(fleet.recovery_s, _BACK, node)
             self._fill_slots()
+
+    def _require_steps(self) -> None:
+        """Raise ConfigError if nodes are lost faster than anything can be done."""
+        fleet = self._config.simulate.fleet
+        self._lost += 1
+        if self._lost > _MOST_LOSSES * (fleet.engines + fleet.learners):
+            raise ConfigError(
+                f"no step ends any more after {self.coordinator.version} simulated steps: with simulate.fleet.mtbf_h = "
+                f"{fleet.mtbf_h:g} and recovery_s = {fleet.recovery_s:g} every node was lost {_MOST_LOSSES} times "
+                f"since; raise simulate.fleet.mtbf_h, lower recovery_s, or save more often (trainer.save_every_s)"
+            )
 
     # ---- generation -----------------------------------------------------------------------------------------------
 
@@ -325,7 +341,7 @@ class Simulation:
             self._sync_weights()
 
     def _sync_weights(self) -> None:
-        self._syncing = False
+        self._syncing, self._lost = False, 0
         save_every_s = self._config.trainer.save_every_s
         if save_every_s and self.now_s - self._saved_s >= save_every_s:
             self._saved_s, self._learned_s = self.now_s, 0.0
