@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -22,6 +23,7 @@ from headrace.cluster.launch.kubernetes import render_k8s
 from headrace.cluster.launch.ray_job import render_ray
 from headrace.cluster.launch.slurm import render_slurm
 from headrace.cluster.launch.yaml import to_yaml
+from headrace.config import ClusterSection
 from headrace.config.loading import build_config, load_config
 from headrace.errors import ConfigError
 
@@ -226,6 +228,12 @@ def test_all_settings_come_through_the_manifest(files: tuple[Path, Path], capsys
     assert load_config("again.toml") == load_config(list(files), ["--optimizer.lr", "3e-4"])
 
 
+def test_variables_in_any_script_come_through_the_manifest(files: tuple[Path, Path]) -> None:
+    Path("more.toml").write_text("[cluster.runtime_env.env_vars]\nTOKEN = \"\U0001f600 'ü' $HOME: #\"\n")
+    _, found = manifests((*files, Path("more.toml")))
+    assert yaml.safe_load(found["spec"]["runtimeEnvYAML"]) == {"env_vars": {"TOKEN": "\U0001f600 'ü' $HOME: #"}}
+
+
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
@@ -247,6 +255,28 @@ def test_a_ray_job_line_has_paths_within_what_is_copied(files: tuple[Path, Path]
     assert line.startswith("ray job submit --address http://127.0.0.1:8265 --submission-id ")
     assert "-- headrace train base.toml" in line and "--working-dir ." in line
     subprocess.run(["bash", "-n"], input=line, text=True, check=True)
+
+
+@pytest.mark.parametrize(
+    "wanted", [{"env_vars": {"A": "1", "B": "2"}}, {"env_vars": {"A": "1"}, "working_dir": "."}, {}]
+)
+@pytest.mark.parametrize("of_job", [{"env_vars": {"A": "1"}, "working_dir": "gcs://of-the-job.zip"}, {}])
+def test_a_job_of_ray_starts_though_it_has_the_runtime_environment_already(
+    monkeypatch: pytest.MonkeyPatch, wanted: dict[str, Any], of_job: Any
+) -> None:
+    ray = pytest.importorskip("ray")
+    from ray.runtime_env.runtime_env import _merge_runtime_env
+
+    from headrace.cluster.connection import connect
+
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda **arguments: given.update(arguments))
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": of_job, "metadata": {}}))
+    connect(ClusterSection(address="auto", runtime_env=wanted))
+    merged: Any = _merge_runtime_env(of_job, given["runtime_env"])  # as ray.init does; None: it refuses the two
+    variables = wanted.get("env_vars", {}) | of_job.get("env_vars", {})
+    assert merged == wanted | of_job | ({"env_vars": variables} if variables else {})
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import logging
 import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
+from typing import Any
 
 import ray
 
@@ -20,6 +22,8 @@ from headrace.errors import ConfigError
 _REACHABLE_S = 10.0
 _SIGACTION_BYTES = 512  # more than a sigaction has on any system
 NAMESPACE = "headrace"
+_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+"""Variable of a process that runs as a job of Ray: what the job was submitted with."""
 
 
 def connect(cluster: ClusterSection, remedy: str = 'set cluster.address = "local"') -> None:
@@ -40,7 +44,7 @@ def connect(cluster: ClusterSection, remedy: str = 'set cluster.address = "local
                 lambda: ray.init(
                     address=cluster.address,
                     namespace=NAMESPACE,
-                    runtime_env=cluster.runtime_env or None,
+                    runtime_env=_own_environment(cluster.runtime_env) or None,
                     include_dashboard=False if cluster.address == "local" else None,
                     log_to_driver=False,
                     logging_level=logging.WARNING,
@@ -56,6 +60,16 @@ def connect(cluster: ClusterSection, remedy: str = 'set cluster.address = "local
                 f'there is no Ray cluster at cluster.address = "{cluster.address}" ({_first_line(error)}); start one '
                 f"with `ray start --head`, or {remedy}"
             ) from error
+
+
+def _own_environment(wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a runtime environment, what this process does not have yet. `headrace launch` gives it to a job of Ray, and
+    Ray refuses what is given to the job and to its driver."""
+    of_job: Mapping[str, Any] = json.loads(os.environ.get(_JOB, "{}")).get("runtime_env") or {}
+    own = {key: value for key, value in wanted.items() if key not in of_job}
+    known = of_job.get("env_vars") or {}
+    new = {name: value for name, value in wanted.get("env_vars", {}).items() if name not in known}
+    return own | {"env_vars": new} if new else own
 
 
 def _on_lasting_thread(function: Callable[[], object]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import shlex
@@ -68,7 +67,7 @@ def _ray_job(job: Job, name: str) -> dict[str, Any]:
     if launch.hours is not None:
         spec["activeDeadlineSeconds"] = math.ceil(launch.hours * 3600)
     if job.config.cluster.runtime_env:
-        spec["runtimeEnvYAML"] = json.dumps(job.config.cluster.runtime_env)
+        spec["runtimeEnvYAML"] = to_yaml(job.config.cluster.runtime_env)
     others = launch.nodes - 1
     if others:
         spec["rayClusterSpec"]["workerGroupSpecs"] = [
