@@ -293,6 +293,17 @@ def test_a_job_of_ray_starts_though_it_has_the_runtime_environment_already(
         (["base.toml", "--on", "ray", "--launch.ray.working_dir", "/nowhere"], "is not in launch.ray.working_dir"),
         (["base.toml", "--on", "pbs"], "pbs"),
         (["base.toml", "--on", "slurm", "--launch.slurm.options", "exclusive"], "must be options of sbatch"),
+        (
+            ["base.toml", "--on", "slurm", "--launch.grace_s", "80000"],
+            "launch.grace_s = 80000 is more than Slurm takes",
+        ),
+        (["base.toml", "--on", "k8s", "--launch.k8s.namespace", "team.a"], "must have no dots and at most 63"),
+        (["base.toml", "--on", "k8s", "--launch.k8s.namespace", "a" * 64], "must have no dots and at most 63"),
+        (["base.toml", "--on", "k8s", "--launch.k8s.volume_claim", "a..b"], "must be a name of lower-case letters"),
+        (["base.toml", "--on", "k8s", "--launch.k8s.volume_claim", "a" * 254], "must be a name of lower-case"),
+        (["base.toml", "--on", "k8s", "--launch.k8s.image", "a b"], "must be the name of an image, without spaces"),
+        (["base.toml", "--on", "k8s", "--launch.k8s.mount", "/runs:ro"], 'below "/", without colons'),
+        (["base.toml", "--on", "k8s", "--launch.k8s.node_selector", "{pool = 'a b'}"], "must be labels of letters"),
         (["base.toml", "--on", "slurm", "--workflow.judger", "countdwn"], 'did you mean "countdown"'),
     ],
 )
@@ -302,6 +313,15 @@ def test_a_job_that_makes_no_sense_is_refused_in_one_line(
     assert run(["launch", *words, "--dry-run"]) == 2
     out, err = capsys.readouterr()
     assert says in err and err.count("\n") == 1 and out == ""
+
+
+def test_names_that_kubernetes_takes_are_taken() -> None:
+    labels = {"example.com/pool": "", "a": "H_1"}
+    given = {
+        "namespace": "team-a", "volume_claim": "runs.v1", "service_account": "a" * 253, "mount": "/mnt/My runs",
+        "image": "registry.example.com:5000/team/headrace@sha256:0f", "node_selector": labels,
+    }  # fmt: skip
+    assert build_config({"launch": {"k8s": given}}).launch.k8s.node_selector == labels
 
 
 @pytest.mark.parametrize(("on", "program"), [("slurm", "sbatch"), ("k8s", "kubectl"), ("ray", "ray")])

@@ -13,7 +13,10 @@ from headrace.config.base import LONGEST_S, Section
 from headrace.config.effect import always, declare
 
 Resources = dict[str, Annotated[float, Field(ge=0, le=1e12)]]
-_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
+_NAME = re.compile(r"(?=.{1,253}$)[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
+_LABEL = r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)"
+_LABEL_KEY = re.compile(rf"({_NAME.pattern}/)?{_LABEL}")
+"""What Kubernetes takes as names, and as labels."""
 
 
 class ClusterSection(Section):
@@ -123,18 +126,38 @@ class K8sSection(Section):
         "image", "ray_version", "namespace", "volume_claim", "mount", "service_account", "node_selector", "retries"
     )
 
+    @field_validator("image")
+    @classmethod
+    def _is_an_image(cls, image: str) -> str:
+        if re.search(r"\s", image):
+            raise ValueError(f"must be the name of an image, without spaces, got {image!r}")
+        return image
+
     @field_validator("namespace", "volume_claim", "service_account")
     @classmethod
-    def _is_a_name(cls, name: str | None) -> str | None:
+    def _is_a_name(cls, name: str | None, info: ValidationInfo) -> str | None:
         if name and not _NAME.fullmatch(name):
             raise ValueError(f"must be a name of lower-case letters, digits and dashes, got {name!r}")
+        if name and info.field_name == "namespace" and ("." in name or len(name) > 63):
+            raise ValueError(f"must have no dots and at most 63 characters, got {name!r}")
         return name
+
+    @field_validator("node_selector")
+    @classmethod
+    def _are_labels(cls, labels: dict[str, str]) -> dict[str, str]:
+        for key, value in labels.items():
+            if not (_LABEL_KEY.fullmatch(key) and re.fullmatch(f"{_LABEL}?", value)):
+                raise ValueError(
+                    f"must be labels of letters, digits, dashes, dots and underscores, at most 63 each, got "
+                    f"{key!r} = {value!r}"
+                )
+        return labels
 
     @field_validator("mount")
     @classmethod
     def _is_absolute(cls, mount: str) -> str:
-        if not PurePosixPath(mount).is_absolute() or mount == "/":
-            raise ValueError(f'must be an absolute path below "/", got {mount!r}')
+        if not PurePosixPath(mount).is_absolute() or mount == "/" or ":" in mount:
+            raise ValueError(f'must be an absolute path below "/", without colons, got {mount!r}')
         return mount
 
 

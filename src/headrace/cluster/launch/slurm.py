@@ -9,19 +9,31 @@ from collections.abc import Iterator
 
 from headrace.cluster.launch.job import Job, check_job, submit
 from headrace.config.derived import uses_ray
+from headrace.errors import ConfigError
 
 _RAY_PORT = 6379
+_LONGEST_GRACE_S = 65_535
+"""sbatch refuses more in --signal."""
 
 
 def render_slurm(job: Job) -> str:
     """The script: options of sbatch, then Ray if the run needs it, then the run, which a signal stops in good order."""
-    check_job(job.config)
+    _check(job)
     lines = ["#!/usr/bin/env bash", *(f"#SBATCH {option}" for option in _options(job)), "set -euo pipefail", ""]
     lines += _setup(job)
     if uses_ray(job.config):
         lines += _ray(job)
     files = [path.resolve() for path in job.files]
     return "\n".join([*lines, *_run(job, shlex.join(job.command(files)))]) + "\n"
+
+
+def _check(job: Job) -> None:
+    check_job(job.config)
+    if (grace_s := job.config.launch.grace_s) > _LONGEST_GRACE_S:
+        raise ConfigError(
+            f"launch.grace_s = {grace_s:g} is more than Slurm takes between the signal and the end; set it to "
+            f"{_LONGEST_GRACE_S} at most"
+        )
 
 
 def submit_slurm(job: Job) -> str:
