@@ -100,7 +100,7 @@ class LearnerGroup:
         """The checkpoint that was saved last is at `folder` now: the ranks can be brought back from there."""
         self._log.saved(folder)
         if self._launcher.has_more():
-            self._rebuild("there is room for more ranks")
+            self._safely(lambda: None, "there is room for more ranks")
 
     def together(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method with the same arguments on every rank; all results."""
@@ -129,16 +129,19 @@ class LearnerGroup:
             return self._learn(*call.arguments)
         return self._same(call.method, *call.arguments)[0]
 
-    def _safely(self, function: Callable[[], Any]) -> Any:
-        """If a rank is lost, bring new ones to where the lost ones were, and do it again. They may be lost, too."""
+    def _safely(self, function: Callable[[], Any], again: object = None) -> Any:
+        """If a rank is lost, bring new ones to where the lost ones were, and do it again. They may be lost, too.
+
+        `again` is why all are to be started again before it.
+        """
         lost: RanksLostError | None = None
         for _ in range(_MOST_LOSSES):
             try:
-                if lost is not None:
-                    self._rebuild(lost)
+                if again is not None:
+                    self._rebuild(again)
                 return function()
             except RanksLostError as error:
-                lost = error
+                again = lost = error
         raise RanksLostError(
             f"{lost}; ranks were lost {_MOST_LOSSES} times in the same call, and the run ends"
         ) from lost
