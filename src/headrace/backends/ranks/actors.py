@@ -135,7 +135,7 @@ class RayRanks:
                 found = answers[rank] = self._answer(method, rank, reference)
                 if found.error or found.foreign:
                     allowed_s, last = min(timeout_s, GRACE_S), time.monotonic()
-            if not ready and (made := self._made()) != seen:
+            if not ready and (made := self._made()) > seen:  # an actor that does not say has not made any
                 seen, last = made, time.monotonic()
             if waiting and time.monotonic() - last > allowed_s:
                 self._log_stacks(method)
@@ -157,7 +157,7 @@ class RayRanks:
             return Answer(foreign=f"{type(error).__name__}: {error}")
 
     def _made(self) -> int:
-        """How far all ranks have come; the same number again if one does not say."""
+        """How far all ranks have come; -1 if one does not say."""
         with suppress(RayError, GetTimeoutError):
             watched = [actor.progress.options(concurrency_group="watch").remote() for actor in self._actors]
             return sum(ray.get(watched, timeout=_LOOK_S))
