@@ -53,6 +53,11 @@ class Placed:
         table: Any = placement_group_table(self.group)
         return [addresses.get(table["bundles_to_node_id"].get(index, ""), "") for index in range(self.count)]
 
+    def node_ids(self) -> list[str]:
+        """The id of the node of every bundle that is placed."""
+        table: Any = placement_group_table(self.group)
+        return [node for node in table["bundles_to_node_id"].values() if node]
+
     def describe(self) -> str:
         """One line for people: "placed 2 × judger {CPU: 1} on 10.0.0.1 (1), 10.0.0.2 (1)"."""
         return described(self.what, self.resources, self.node_names())

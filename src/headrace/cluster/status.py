@@ -14,6 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from headrace.cluster.connection import connect
 from headrace.cluster.placement import PREFIX, node_names
+from headrace.cluster.room import available_by_node
 from headrace.config import ClusterSection
 
 _PACKAGES = ("headrace", "ray", "torch")
@@ -88,14 +89,8 @@ def _node(
         health = f"other versions: {'; '.join(other)}" if other else "ok"
     total = {key: value for key, value in node.get("Resources", {}).items() if not key.startswith("node:")}
     labels = {key: value for key, value in node.get("Labels", {}).items() if key != "ray.io/node-id"}
-    free = _available().get(one, {})
+    free = available_by_node().get(one, {})
     return NodeStatus(str(names.get(one) or node["NodeManagerAddress"]), health, free, total, labels, versions)
-
-
-def _available() -> dict[str, dict[str, float]]:
-    from ray._private.state import available_resources_per_node  # no public name gives it by node
-
-    return available_resources_per_node()
 
 
 def _placement(row: dict[str, Any], names: dict[str, str]) -> PlacementStatus:

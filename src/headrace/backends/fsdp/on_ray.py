@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-
-import ray
+from collections import Counter
 
 from headrace.backends.fsdp.launching import environment, rank_program, rank_threads
 from headrace.backends.ranks.actors import RayRanks
 from headrace.cluster.connection import connect
 from headrace.cluster.placement import SHARE, Placed, place
+from headrace.cluster.room import free_nodes, give, room, take
 from headrace.config import RunConfig
-from headrace.config.derived import shares_bundles
+from headrace.config.derived import places_engines, shares_bundles
 from headrace.errors import ConfigError
 
 _log = logging.getLogger("headrace")
@@ -24,11 +23,12 @@ class RayLauncher:
     def __init__(self, config: RunConfig) -> None:
         self._config = config
         self._size = 0
+        self._last: Placed | None = None
 
     def new(self) -> RayRanks:
         """Ranks that are placed, and not started yet."""
         config, placed = self._config, self._placed()
-        self._size = placed.count
+        self._size, self._last = placed.count, placed
         threads = config.backend.threads or max(1, int(config.cluster.learner.get("CPU", 1)))
         if config.run.deterministic:
             threads = rank_threads(config, placed.count)
@@ -39,10 +39,10 @@ class RayLauncher:
 
     def has_more(self) -> bool:
         """Whether the cluster has room for more ranks than there are. The next group then has them."""
-        group = max(1, self._config.backend.shard)
-        more = self._free() // group * group if self._config.backend.ranks == "auto" else 0
-        self._size += more
-        return more > 0
+        if self._config.backend.ranks != "auto":
+            return False
+        before, self._size = self._size, max(self._room(), self._size)
+        return self._size > before
 
     def _placed(self) -> Placed:
         cluster, wanted = self._config.cluster, self._config.backend.ranks
@@ -51,7 +51,7 @@ class RayLauncher:
         connect(cluster)
         group = max(1, self._config.backend.shard)
         # as many as before, for which it waits; with fewer if there is no room
-        for count in range(self._size or max(group, self._free() // group * group), 0, -group):
+        for count in range(self._size or max(group, self._room()), 0, -group):
             try:
                 return place("learner", count, cluster.learner, cluster)
             except ConfigError as error:
@@ -60,10 +60,15 @@ class RayLauncher:
                 _log.warning("%s; trying with %d ranks", error, count - group)
         raise AssertionError("unreachable")
 
-    def _free(self) -> int:
-        """Ranks for which there is room now, beside all that runs."""
-        resources = {name: amount for name, amount in self._config.cluster.learner.items() if amount}
-        free: Mapping[str, float] = ray.available_resources()
-        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        on_nodes = sum(min(int(node.get(name, 0) // amount) for name, amount in resources.items()) for node in nodes)
-        return min(on_nodes, *(int(free.get(name, 0) // amount) for name, amount in resources.items()))
+    def _room(self) -> int:
+        """Ranks for which there is room, with those that run: a multiple of what holds the model together."""
+        config = self._config
+        cluster, group = config.cluster, max(1, config.backend.shard)
+        nodes = free_nodes(cluster)
+        if self._last is not None:
+            for node, count in Counter(self._last.node_ids()).items():
+                if node in nodes:
+                    give(nodes, node, cluster.learner, count)
+        elif places_engines(config):  # they are placed after the ranks
+            take(nodes, config.engine.replicas, cluster.engine, beside=cluster.learner)
+        return room(nodes, cluster.learner, cluster.strategy) // group * group
