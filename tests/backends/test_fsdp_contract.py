@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -52,11 +53,13 @@ class TestTwoRanksWithAdapters(FsdpContract):
     settings: ClassVar[dict[str, Any]] = {"model": {"lora": {"rank": 4}}}
 
 
-@pytest.mark.slow
-async def test_the_forward_computes_in_bfloat16_and_what_the_optimizer_updates_is_float32() -> None:
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+async def test_the_forward_computes_in_bfloat16_and_what_the_optimizer_updates_is_float32(
+    ranks: int, tmp_path: Path
+) -> None:
     settings = {
         "model": {"dtype": "bfloat16"},
-        "backend": {"name": "fsdp", "ranks": 2},
+        "backend": {"name": "fsdp", "ranks": ranks},
         "trainer": {"placement": "separate"},
     }
     config = build_config(settings)
@@ -73,5 +76,11 @@ async def test_the_forward_computes_in_bfloat16_and_what_the_optimizer_updates_i
     await policy.sync.sync(1)  # the engine has the same bits, in bfloat16
     weights = backend.group.together("weights")[0]
     assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
+    await backend.save(tmp_path / "saved")
+    await backend.forward_backward(batch, IMITATE)
+    await backend.optim_step(1e-3, grad_scale([batch], IMITATE))
+    await backend.load(tmp_path / "saved")
+    loaded = backend.group.together("weights")[0]
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in weights.items())
     await policy.engine.close()
     await backend.close()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -30,6 +31,9 @@ class Root(nn.Module):
 
 def new_mesh(device: torch.device, size: int, shard: int) -> DeviceMesh:
     """All ranks in one row, or in groups of `shard` ranks that each hold the complete model between them (HSDP)."""
+    if size == 1 and not dist.is_initialized():  # one rank has met nobody, and a mesh wants a group, if only of one
+        kind = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(kind, store=dist.HashStore(), rank=0, world_size=1)
     if shard in (0, size):
         return init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
     return init_device_mesh(device.type, (size // shard, shard), mesh_dim_names=("replicate", "shard"))
