@@ -117,7 +117,7 @@ def _candidates(config: RunConfig) -> Iterator[tuple[str, Any, str]]:
     backend, rollout = config.backend, config.rollout
     if not config.model.lora.rank:
         yield "model.lora.rank", 16, "16"
-        if config.model.device != "cpu" and not config.optimizer.offload:
+        if config.model.device != "cpu" and backend.name != "fsdp" and not config.optimizer.offload:
             yield "optimizer.offload", True, "true"
     elif config.model.quantize == "none":
         yield "model.quantize", "nf4", '"nf4"'

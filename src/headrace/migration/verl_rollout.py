@@ -116,6 +116,9 @@ def carry_backend(carry: Carry) -> None:
         carry.put(f"{_FSDP}.param_offload", "backend.cpu_offload", offload)
     if not carry.values.get("backend.cpu_offload"):
         offload = bool(carry.get(f"{_FSDP}.optimizer_offload", False))
-        carry.put(f"{_FSDP}.optimizer_offload", "optimizer.offload", offload)
+        if offload and ranks > 1:
+            carry.lose(f"{_FSDP}.optimizer_offload", "backend.cpu_offload = true keeps all that ranks hold on the host")
+        else:
+            carry.put(f"{_FSDP}.optimizer_offload", "optimizer.offload", offload)
     else:
         carry.part_of(f"{_FSDP}.optimizer_offload", "backend.cpu_offload")

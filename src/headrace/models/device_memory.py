@@ -80,5 +80,6 @@ def _remedies(backend: BackendSection, largest: int) -> str:
     elif backend.checkpoint_every > 1:
         found.append(f"backend.checkpoint_every = 1 (now {backend.checkpoint_every})")
     found.append(f"backend.logits_chunk = {max(1, backend.logits_chunk // 4)} (now {backend.logits_chunk})")
-    found.append("optimizer.offload = true, or train adapters (model.lora.rank)")
+    offload = "backend.cpu_offload" if backend.name == "fsdp" else "optimizer.offload"
+    found.append(f"{offload} = true, or train adapters (model.lora.rank)")
     return ", ".join(found)

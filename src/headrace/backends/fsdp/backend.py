@@ -153,12 +153,30 @@ def check_ranks(config: RunConfig) -> None:
             f"multiple of it; set it to a divisor, or to 0 for all ranks"
         )
     _refuse_parallel(section)
+    _check_devices(config, size)
     if config.trainer.placement != "separate" and config.engine.name == "torch":
         raise ConfigError(
             f'backend "{section.name}" holds the model in shards, which engine "torch" cannot decode with in place; '
             f'set trainer.placement = "separate"'
         )
-    if section.cpu_offload and not torch.cuda.is_available() and not config.cluster.address:
+
+
+def _check_devices(config: RunConfig, size: int) -> None:
+    """Whether each rank has a GPU, and what may be kept in host memory."""
+    section, gpus = config.backend, torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if config.optimizer.offload:
+        raise ConfigError(
+            f'optimizer.offload = true moves whole tensors, and the optimizer of backend "{section.name}" has shards; '
+            f"set it to false, and backend.cpu_offload = true to keep shards in host memory"
+        )
+    if config.cluster.address:  # then the ranks' machines decide
+        return
+    if size > gpus > 0 and config.model.device in ("auto", "cuda"):
+        raise ConfigError(
+            f"backend.ranks = {size} is more than the {gpus} GPUs of this machine, and NCCL refuses two ranks on one; "
+            f'set it to {gpus} at most, or to "auto", or set model.device = "cpu"'
+        )
+    if section.cpu_offload and not gpus:
         raise ConfigError(
             "backend.cpu_offload = true keeps shards in host memory, and without a GPU they are there; set it to false"
         )

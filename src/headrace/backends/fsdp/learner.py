@@ -151,7 +151,7 @@ class RankLearner(SendsWeights, Learner):
 
     def _shard(self) -> None:
         section = self.config.backend
-        if self.size == 1 and self.forward_dtype == self.hf_model.dtype:
+        if self.size == 1 and self.forward_dtype == self.hf_model.dtype and not section.cpu_offload:
             return
         self._root = Root(self.modules())
         mesh = new_mesh(self.hf_model.device, self.size, section.shard)
