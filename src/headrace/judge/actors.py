@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import pickle
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
@@ -94,9 +95,9 @@ class RayJudger(Holder):
         return [self._judger]
 
     async def judge(self, task: Task, episode: Episode) -> Verdict:
-        sent = task, serialisable(episode)
+        sent = serialisable(task), serialisable(episode)
         avoided: set[int] = set()
-        until = asyncio.get_running_loop().time() + self._cluster.patience_s
+        until = math.inf  # patience begins with the first loss: judging itself may take longer
         while True:
             index = self._next(avoided)
             try:
@@ -105,7 +106,9 @@ class RayJudger(Holder):
                 self.lost += 1
                 avoided.add(index)
                 log.warning("a judger actor is lost, and task %s is judged by another: %s", task.id, _short(error))
-                if asyncio.get_running_loop().time() > until:
+                now = asyncio.get_running_loop().time()
+                until = min(until, now + self._cluster.patience_s)
+                if now > until:
                     raise InfrastructureError(f"no judger actor answered: {_short(error)}") from error
             if len(avoided) == len(self._actors):  # all are being restarted
                 avoided.clear()
