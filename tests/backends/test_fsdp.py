@@ -187,6 +187,31 @@ def test_a_checkpoint_of_two_ranks_is_read_by_the_local_learner_and_back(pair: L
         assert difference(trained(learner), trained(pair)) < 1e-9
 
 
+@pytest.mark.parametrize("damage", ["missing", "cut"])
+def test_a_damaged_shard_is_an_error_and_costs_no_rank(pair: LearnerGroup, tmp_path: Path, damage: str) -> None:
+    begin(pair, VALUES, tmp_path)
+    pair.save(tmp_path / "saved")
+    restarts, shard = pair.restarts, tmp_path / "saved" / "__1_0.distcp"
+    shard.unlink() if damage == "missing" else os.truncate(shard, 1000)
+    for each in (pair, Learner(VALUES.config())):
+        with pytest.raises(BackendError, match=f"cannot read the checkpoint {tmp_path / 'saved'}: [A-Z][A-Za-z]+: .+"):
+            each.load(tmp_path / "saved")
+    assert pair.restarts == restarts
+
+
+def test_a_checkpoint_that_cannot_be_written_is_an_error_and_costs_no_rank(pair: LearnerGroup, tmp_path: Path) -> None:
+    begin(pair, VALUES, tmp_path)
+    restarts = pair.restarts
+    (tmp_path / "saved" / "__1_0.distcp").mkdir(parents=True)  # where rank 1 would write
+    with pytest.raises(BackendError, match=r"cannot write the checkpoint .*IsADirectoryError"):
+        pair.save(tmp_path / "saved")
+    pair.snapshot()
+    pair.write_snapshot(tmp_path / "saved")
+    with pytest.raises(BackendError, match=r"cannot write the checkpoint .*IsADirectoryError"):
+        written(pair)
+    assert pair.restarts == restarts
+
+
 def written(group: LearnerGroup) -> None:
     while not group.snapshot_written():
         time.sleep(0.01)

@@ -4,7 +4,6 @@ backend; ranks read the local backend's, too."""
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from headrace.backends.local.sharded_files import flattened, is_sharded, read_into, read_outlines
+from headrace.backends.local.sharded_files import explained, flattened, is_sharded, read_into, read_outlines
 from headrace.backends.local.storage import (
     MOMENTS,
     State,
@@ -28,15 +27,13 @@ from headrace.backends.local.storage import (
     trainable_names,
 )
 from headrace.config import ModelSection
-from headrace.errors import BackendError, boundary
 from headrace.models.load import load_model
 
 
 def save_shards(folder: Path, state: State, size: int, group: Any = None) -> None:
     """Every rank writes its shards. They agree on who writes what within `group`; by default, within that of all."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with boundary(BackendError, f"cannot write the checkpoint {folder}"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of one rank, it warns that it is alone
+    with explained(f"cannot write the checkpoint {folder}"):
+        folder.mkdir(parents=True, exist_ok=True)
         dcp.save(flattened(state), checkpoint_id=str(folder), process_group=group, no_dist=size == 1)
         if size == 1 or dist.get_rank() == 0:
             facts = {"format": 2, "trained_tensors": len(state["weights"]), "ranks": size}

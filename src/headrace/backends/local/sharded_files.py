@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from headrace.errors import BackendError, boundary
 
 _INDEX = ".metadata"
+
+
+@contextmanager
+def explained(doing: str) -> Iterator[None]:
+    """What goes wrong within as BackendError, on all ranks. What torch.distributed.checkpoint raises is no Exception:
+    it would end a rank's process, and pass whoever handles errors."""
+    try:
+        with boundary(BackendError, doing), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of one rank, it warns that it is alone
+            yield
+    except CheckpointException as error:
+        first = min(error.failures, default=None)
+        cause = error if first is None else error.failures[first][0]
+        raise BackendError(f"{doing}: {type(cause).__name__}: {cause}") from error
 
 
 def is_sharded(folder: Path) -> bool:
@@ -41,8 +57,7 @@ def read_outlines(folder: Path) -> dict[str, dict[str, Tensor]]:
 
 def read_into(folder: Path, state: dict[str, Tensor], alone: bool = True) -> None:
     """Fill tensors, sharded or not, by their flat names. Collective unless `alone`."""
-    with boundary(BackendError, f"cannot read the checkpoint {folder}"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it warns of being alone
+    with explained(f"cannot read the checkpoint {folder}"):
         dcp.load(state, checkpoint_id=str(folder), no_dist=alone)
 
 
