@@ -7,4 +7,6 @@ pytest.register_assert_rewrite(
     "contracts.engine_contract",
     "contracts.engine_harness",
     "contracts.engine_sampling",
+    "contracts.engine_weights",
+    "contracts.hf_policy",
 )

@@ -86,6 +86,7 @@ class EngineHarness:
 
     vocabulary: int
     tolerance = 1e-4
+    long_tolerance = 1e-4  # over `long` tokens
     """How far a log-probability may be from the reference's."""
     crowd_tolerance = 3e-5
     """How far a log-probability may move with what else is in the batch; tokens may not at all. 1.0e-5 was seen."""

@@ -54,11 +54,11 @@ class WeightsContract(EngineHarness):
 
     async def test_a_kept_cache_still_remembers_the_old_weights(self, start: Start) -> None:
         made, before = await self.in_flight(start(cache_on_publish="keep"))
-        assert self.far_from_reference(made, before) > 10 * self.tolerance
+        assert self.far_from_reference(made, before) > 10 * self.long_tolerance
 
     async def test_a_recomputed_cache_is_that_of_the_new_weights(self, start: Start) -> None:
         made, before = await self.in_flight(start(cache_on_publish="recompute"))
-        assert self.far_from_reference(made, before) < self.tolerance
+        assert self.far_from_reference(made, before) < self.long_tolerance
 
     async def test_recomputing_serves_all_that_are_in_flight(self, start: Start) -> None:
         engine = start(cache_on_publish="recompute", prefill_tokens=50)
@@ -73,7 +73,7 @@ class WeightsContract(EngineHarness):
         await engine.resume()
         for made in await soon(asyncio.gather(*tasks)):
             assert set(made.versions) == {0, 5}
-            assert self.far_from_reference(made, made.versions.count(0)) < self.tolerance
+            assert self.far_from_reference(made, made.versions.count(0)) < self.long_tolerance
 
     # ---- pinned versions ------------------------------------------------------------------------------------------
 

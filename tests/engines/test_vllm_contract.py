@@ -43,8 +43,10 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServers]
 class TestVllmEngine(HfPolicyContract):
     draws = 600
     long = 700  # what has been sampled is known a little later
-    # two implementations in float32, over 700 tokens of a random model: 1.4e-4 at most, mostly 1e-5
     tolerance = 3e-4
+    # two implementations in float32, over 700 tokens of 24 random layers: 4.3e-4 at most, 3e-5 in the median. An old
+    # cache is off by 3 in the median
+    long_tolerance = 2e-3
     crowd_tolerance = 1e-4
     pins = False
     model_logprobs = False
