@@ -65,6 +65,10 @@ class Case:
             )
         return found
 
+    def on(self, **backend: Any) -> Case:
+        """The same with other settings of the ranks."""
+        return replace(self, sections={**self.sections, "backend": {**self.sections.get("backend", {}), **backend}})
+
     @property
     def valued(self) -> bool:
         return bool(self.sections.get("algorithm", {}).get("value_head"))
@@ -92,7 +96,8 @@ def losses() -> list[Case]:
 
 
 def new_group(config: RunConfig) -> LearnerGroup:
-    return LearnerGroup(new_launcher(config), config.backend.micro_batch_tokens)
+    section = config.backend
+    return LearnerGroup(new_launcher(config), section.micro_batch_tokens, split=section.tensor_parallel)
 
 
 def new_learner(case: Case) -> Learner:

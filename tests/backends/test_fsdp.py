@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,14 +21,16 @@ from transformers import AutoModelForCausalLM
 import tiny
 from fsdp_cases import TIGHT, Case, difference, local_gradient, losses, new_group, new_learner, steps
 from headrace.algorithms.batching import pack
+from headrace.backends.fsdp.backend import FsdpBackend
 from headrace.backends.fsdp.group import LearnerGroup
+from headrace.backends.fsdp.tensor_parallel import check_split
 from headrace.backends.local.learner import Learner
 from headrace.backends.ranks.pipes import PipeRanks
 from headrace.config import RunConfig
 from headrace.data.episode import Step
 from headrace.data.routing import RoutedExperts
 from headrace.data.sample import Sample
-from headrace.errors import BackendError, DataError, DivergedError, SnapshotLostError
+from headrace.errors import BackendError, ConfigError, DataError, DivergedError, SnapshotLostError
 
 CASES = {case.name: case for case in losses()}
 PPO, VALUES = CASES["ppo_clip"], CASES["value head"]
@@ -99,10 +102,100 @@ def test_any_number_of_ranks_computes_what_one_learner_computes(name: str, ranks
 
 @pytest.mark.slow
 def test_groups_that_hold_the_model_twice_over_compute_the_same(tmp_path: Path) -> None:
-    config = PPO.config(4)
-    group = new_group(config.model_copy(update={"backend": config.backend.model_copy(update={"shard": 2})}))
+    group = new_group(PPO.on(shard=2).config(4))
     compare(PPO, group, tmp_path)
     group.close()
+
+
+# ---- layers that ranks split -----------------------------------------------------------------------------------------
+
+
+def test_two_ranks_that_split_every_layer_compute_what_one_learner_computes(tmp_path: Path) -> None:
+    split = VALUES.on(tensor_parallel=2)
+    group = new_group(split.config(2))
+    compare(split, group, tmp_path)
+    group.save(tmp_path / "by parts")
+    learner = Learner(VALUES.config())
+    learner.load(tmp_path / "by parts")
+    before = trained(group)
+    assert all(torch.equal(before[name], tensor) for name, tensor in trained(learner).items())
+    for each in (learner, group):  # the optimizer's moments came along
+        steps(each, VALUES, [6])
+    assert difference(trained(learner), trained(group)) < 1e-9
+    group.load(tmp_path / "by parts")
+    assert all(torch.equal(before[name], tensor) for name, tensor in trained(group).items())
+    group.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ("adapters", "value head")])
+def test_every_loss_is_the_same_where_ranks_split_every_layer(name: str, tmp_path: Path) -> None:
+    split = CASES[name].on(tensor_parallel=2)
+    group = new_group(split.config(2))
+    compare(split, group, tmp_path)
+    group.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "backend"),
+    [(4, {"tensor_parallel": 2}), (4, {"tensor_parallel": 2, "shard": 2}), (4, {"tensor_parallel": 4})],
+)
+def test_ranks_split_layers_hold_shards_and_copies(ranks: int, backend: dict[str, int], tmp_path: Path) -> None:
+    split = PPO.on(**backend)
+    group = new_group(split.config(ranks))
+    compare(split, group, tmp_path)
+    group.save(tmp_path / "by parts")
+    two = new_group(PPO.config(2))
+    two.load(tmp_path / "by parts")
+    before = trained(group)
+    assert all(torch.equal(before[name], tensor) for name, tensor in trained(two).items())
+    for each in (group, two):
+        each.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama_biases", "qwen2", "qwen3", "phi3"])
+def test_models_of_other_families_are_split_by_their_plans(family: str, tmp_path: Path) -> None:
+    tiny.saved_model(family, tmp_path / "model", vocab_size=98, intermediate_size=48)
+    split = replace(PPO, sections={"model": {"name": str(tmp_path / "model")}, "backend": {"tensor_parallel": 2}})
+    group = new_group(split.config(2))
+    compare(split, group, tmp_path)
+    group.close()
+
+
+@pytest.mark.parametrize(
+    ("family", "split", "says"),
+    [
+        ("gpt2", 2, "needs a plan of transformers for gpt2 models"),
+        ("mixtral", 2, r"in ways that are not built \(moe_tp_experts, packed_colwise\)"),
+        ("llama", 4, "does not divide num_key_value_heads = 2"),
+        ("llama", 2, "does not divide lm_head = 97"),
+    ],
+)
+def test_models_that_ranks_cannot_split_are_refused(family: str, split: int, says: str, tmp_path: Path) -> None:
+    tiny.saved_model(family, tmp_path)
+    case = replace(PPO, sections={"model": {"name": str(tmp_path)}, "backend": {"tensor_parallel": split}})
+    with pytest.raises(ConfigError, match=says):
+        check_split(case.config(4))
+
+
+@pytest.mark.parametrize(
+    ("backend", "model", "says"),
+    [
+        (
+            {"tensor_parallel": 3},
+            {},
+            "and 4 ranks, which hold the model between them, are no multiple .* backend.ranks",
+        ),
+        ({"tensor_parallel": 4, "shard": 2}, {}, "and 2 ranks, which .* backend.shard"),
+        ({"tensor_parallel": 2}, {"lora": {"rank": 4}}, "puts adapters on them"),
+    ],
+)
+def test_splits_that_do_not_fit_the_run_are_refused(backend: dict[str, int], model: dict[str, Any], says: str) -> None:
+    case = replace(PPO, sections={"model": model, "backend": backend})
+    with pytest.raises(ConfigError, match=says):
+        FsdpBackend.check(case.config(4))
 
 
 def test_a_batch_of_fewer_rows_than_ranks_gives_the_same_gradient(pair: LearnerGroup, tmp_path: Path) -> None:

@@ -86,8 +86,9 @@ class EngineHarness:
 
     vocabulary: int
     tolerance = 1e-4
-    long_tolerance = 1e-4  # over `long` tokens
     """How far a log-probability may be from the reference's."""
+    long_tolerance = 1e-4
+    """The same, at most over a request of `long` tokens."""
     crowd_tolerance = 3e-5
     """How far a log-probability may move with what else is in the batch; tokens may not at all. 1.0e-5 was seen."""
     long = 200

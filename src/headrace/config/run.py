@@ -142,9 +142,11 @@ class BackendSection(Section):
     shard: int = Field(default=0, ge=0, le=65_536)
     """So many ranks hold the model between them; several such groups hold it several times over (HSDP). 0: all."""
     tensor_parallel: int = Field(default=1, ge=1, le=1024)
-    """Ranks that split each layer between them. More than 1 is refused: ranks gather complete layers."""
+    """Ranks that split the matrices of each layer between them, by transformers' plan for the model. They are among
+    those that hold the model (shard), and have the same rows."""
     context_parallel: int = Field(default=1, ge=1, le=1024)
-    """Ranks that split each row between them. More than 1 is refused: attention within a pack of rows is not split."""
+    """Ranks that split each row between them. More than 1 is refused: torch's ring attention does not know packs of
+    rows."""
     cpu_offload: bool = False
     """Keep shards of parameters, gradients and optimizer state in host memory, and on the GPU only while they are
     needed."""

@@ -14,6 +14,7 @@ from headrace.backends.base import Scorer, Trained
 from headrace.backends.fsdp.group import LearnerGroup
 from headrace.backends.fsdp.launching import Launcher, new_launcher, rank_count
 from headrace.backends.fsdp.sending import RankBuffers, RankSender, RankWeights
+from headrace.backends.fsdp.tensor_parallel import check_split
 from headrace.backends.local.check import check_model
 from headrace.backends.local.numerics import numerics
 from headrace.backends.local.token_losses import require_known_losses
@@ -41,7 +42,8 @@ class FsdpBackend:
     def __init__(self, config: RunConfig) -> None:
         self.tokenizer = load_tokenizer(config.model.name)
         self._thread = TensorThread("headrace-ranks", stays=True)
-        cut = (config.backend.micro_batch_tokens, config.run.deterministic)
+        section = config.backend
+        cut = (section.micro_batch_tokens, config.run.deterministic, section.tensor_parallel)
         self.group = self._thread.submit(lambda: LearnerGroup(self.new_launcher(config), *cut)).result()
         self._facts: dict[str, Any] = self._thread.submit(lambda: self.group.together("facts")[0]).result()
         self._weights = RankWeights(self.group, self._on_thread)
@@ -57,6 +59,7 @@ class FsdpBackend:
         require_known_losses(config)
         check_ranks(config)
         check_model(config, fast_path=False)
+        check_split(config)
 
     @staticmethod
     def numerics(config: RunConfig) -> dict[str, str]:
@@ -141,7 +144,7 @@ def check_ranks(config: RunConfig) -> None:
             "needs the same number always; set backend.ranks to a number"
         )
     if config.cluster.address and section.ranks == "auto":
-        size = section.shard or size  # a multiple is chosen
+        size = section.shard or section.tensor_parallel  # a multiple is chosen
     if ":" in config.model.device and size > 1:
         raise ConfigError(
             f'model.device = "{config.model.device}" is one device, and each of {size} ranks has its own; leave the '
@@ -152,7 +155,7 @@ def check_ranks(config: RunConfig) -> None:
             f"backend.shard = {section.shard} ranks hold the model between them, and backend.ranks = {size} is no "
             f"multiple of it; set it to a divisor, or to 0 for all ranks"
         )
-    _refuse_parallel(section)
+    _check_parallel(section, size)
     _check_devices(config, size)
     if config.trainer.placement != "separate" and config.engine.name == "torch":
         raise ConfigError(
@@ -182,13 +185,13 @@ def _check_devices(config: RunConfig, size: int) -> None:
         )
 
 
-def _refuse_parallel(section: BackendSection) -> None:
-    """What neither transformers nor torch does with packed rows."""
-    if section.tensor_parallel > 1:
+def _check_parallel(section: BackendSection, size: int) -> None:
+    split, holding = section.tensor_parallel, section.shard or size
+    if holding % split:
         raise ConfigError(
-            f"backend.tensor_parallel = {section.tensor_parallel} splits layers between ranks, which backend "
-            f'"{section.name}" does not do; set it to 1, and let more ranks hold the model in shards (backend.ranks). '
-            f'Servers split layers by engine.server_args = ["--tensor-parallel-size", "{section.tensor_parallel}"]'
+            f"backend.tensor_parallel = {split} ranks split each layer, and {holding} ranks, which hold the model "
+            f"between them, are no multiple of it; set it to a divisor, or change "
+            f"backend.{'shard' if section.shard else 'ranks'}"
         )
     if section.context_parallel > 1:
         raise ConfigError(

@@ -11,7 +11,7 @@ from typing import Any
 from headrace.backends.base import Scorer, Trained
 from headrace.backends.fsdp.call_log import CallLog, Logged
 from headrace.backends.fsdp.launching import Launcher
-from headrace.backends.fsdp.shares import gather_rows, merge_trained, shares_of
+from headrace.backends.fsdp.shares import Share, gather_rows, merge_trained, shares_of
 from headrace.backends.local.token_losses import require_trainable
 from headrace.backends.ranks.base import Ranks, RanksLostError
 from headrace.config import AlgorithmSection
@@ -27,10 +27,13 @@ _MOST_LOSSES = 3
 
 
 class LearnerGroup:
-    """Synchronous, called on one thread. A group that is started again may have fewer ranks, or more."""
+    """Synchronous, called on one thread. A group that is started again may have fewer ranks, or more.
 
-    def __init__(self, launcher: Launcher, budget: int, groups_apart: bool = False) -> None:
-        self._launcher, self._cut = launcher, (budget, groups_apart)
+    `split` neighbours split every layer (tensor parallelism): they have the same rows, and find the same.
+    """
+
+    def __init__(self, launcher: Launcher, budget: int, groups_apart: bool = False, split: int = 1) -> None:
+        self._launcher, self._cut, self._split = launcher, (budget, groups_apart), split
         self._log = CallLog()
         self.restarts = 0
         self.ranks = self._started()
@@ -177,18 +180,24 @@ class LearnerGroup:
     # ---- one call --------------------------------------------------------------------------------------------------
 
     def _learn(self, batch: TrainBatch, algorithm: AlgorithmSection) -> Trained:
-        shares = shares_of(batch, self.ranks.size, *self._cut)
         try:
-            found = self.ranks.call("learn_share", shares, [algorithm] * self.ranks.size)
+            shares, found = self._shared("learn_share", batch, algorithm)
         except DivergedError:
             self._same("clear_gradients")  # all have a part of it
             raise
         return merge_trained(shares, found, len(batch.samples))
 
     def _spread(self, method: str, batch: TrainBatch, *arguments: Any) -> list[Any]:
-        shares = shares_of(batch, self.ranks.size, *self._cut)
-        more = [[argument] * self.ranks.size for argument in arguments]
-        return gather_rows(shares, self.ranks.call(method, shares, *more), len(batch.samples))
+        shares, found = self._shared(method, batch, *arguments)
+        return gather_rows(shares, found, len(batch.samples))
+
+    def _shared(self, method: str, batch: TrainBatch, *arguments: Any) -> tuple[list[Share], list[Any]]:
+        """The shares of a batch, and what is found for each."""
+        size = self.ranks.size
+        shares = shares_of(batch, size // self._split, *self._cut)
+        given = [share for share in shares for _ in range(self._split)]
+        found = self.ranks.call(method, given, *([argument] * size for argument in arguments))
+        return shares, found[:: self._split]
 
     def _same(self, method: str, *arguments: Any) -> list[Any]:
         return self.ranks.call(method, *([argument] * self.ranks.size for argument in arguments))

@@ -24,6 +24,11 @@ def rank_count(config: RunConfig) -> int:
     return max(1, torch.cuda.device_count())
 
 
+def least_ranks(config: RunConfig) -> int:
+    """How many hold the model between them; a run has so many, or a multiple."""
+    return config.backend.shard or config.backend.tensor_parallel
+
+
 class Launcher(Protocol):
     """Makes the ranks of a run: at its start, and after the loss of some."""
 

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from headrace.backends.base import Scorer, Trained
 from headrace.backends.fsdp.forward import RankForward
-from headrace.backends.fsdp.sharding import Root, as_fsdp, decoder_layers, full, new_mesh, shard_modules
+from headrace.backends.fsdp.sharding import Root, as_fsdp, decoder_layers, full, new_mesh, shard_modules, sharding_axes
 from headrace.backends.fsdp.shares import Share
 from headrace.backends.fsdp.storage import Snapshots, export_gathered, load_shards, save_shards
+from headrace.backends.fsdp.tensor_parallel import split_layers
 from headrace.backends.fsdp.weights import GatheredWeights, SendsWeights
 from headrace.backends.local.frozen import FrozenModel, score_rows
 from headrace.backends.local.learner import Found, Learner
@@ -154,8 +155,11 @@ class RankLearner(SendsWeights, Learner):
         if self.size == 1 and self.forward_dtype == self.hf_model.dtype and not section.cpu_offload:
             return
         self._root = Root(self.modules())
-        mesh = new_mesh(self.hf_model.device, self.size, section.shard)
-        shard_modules(self._root, decoder_layers(self.hf_model), mesh, self.forward_dtype, section.cpu_offload)
+        mesh = new_mesh(self.hf_model.device, self.size, section.shard, section.tensor_parallel)
+        if section.tensor_parallel > 1:
+            split_layers(self.hf_model, mesh["split"])
+        axes, layers = sharding_axes(mesh), decoder_layers(self.hf_model)
+        shard_modules(self._root, layers, axes, self.forward_dtype, section.cpu_offload)
 
     def _forward(self, tokens: TokenTensors, algorithm: AlgorithmSection) -> tuple[Tensor, Tensor, Tensor | None]:
         return self._inside(lambda: super(RankLearner, self)._forward(tokens, algorithm))

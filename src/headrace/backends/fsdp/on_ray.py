@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 
-from headrace.backends.fsdp.launching import environment, rank_program, rank_threads
+from headrace.backends.fsdp.launching import environment, least_ranks, rank_program, rank_threads
 from headrace.backends.ranks.actors import RayRanks
 from headrace.cluster.connection import connect
 from headrace.cluster.placement import SHARE, Placed, place
@@ -49,7 +49,7 @@ class RayLauncher:
         if wanted != "auto":
             return place("learner", wanted, cluster.learner, cluster)
         connect(cluster)
-        group = max(1, self._config.backend.shard)
+        group = least_ranks(self._config)
         # as many as before, for which it waits; with fewer if there is no room
         for count in range(self._size or max(group, self._room()), 0, -group):
             try:
@@ -63,7 +63,7 @@ class RayLauncher:
     def _room(self) -> int:
         """Ranks for which there is room, with those that run: a multiple of what holds the model together."""
         config = self._config
-        cluster, group = config.cluster, max(1, config.backend.shard)
+        cluster, group = config.cluster, least_ranks(config)
         nodes = free_nodes(cluster)
         if self._last is not None:
             for node, count in Counter(self._last.node_ids()).items():

@@ -29,14 +29,24 @@ class Root(nn.Module):
         return function()
 
 
-def new_mesh(device: torch.device, size: int, shard: int) -> DeviceMesh:
-    """All ranks in one row, or in groups of `shard` ranks that each hold the complete model between them (HSDP)."""
+def new_mesh(device: torch.device, size: int, shard: int, split: int = 1) -> DeviceMesh:
+    """Ranks in groups of `shard` that each hold the complete model between them (0: all do; several groups: HSDP).
+
+    Within a group, `split` neighbours split every layer.
+    """
     if size == 1 and not dist.is_initialized():  # one rank has met nobody, and a mesh wants a group, if only of one
         kind = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(kind, store=dist.HashStore(), rank=0, world_size=1)
-    if shard in (0, size):
-        return init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
-    return init_device_mesh(device.type, (size // shard, shard), mesh_dim_names=("replicate", "shard"))
+    shard = shard or size
+    axes = {"replicate": size // shard, "shard": shard // split, "split": split}
+    kept = {name: ranks for name, ranks in axes.items() if ranks > 1 or name == "shard"}
+    return init_device_mesh(device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
+
+
+def sharding_axes(mesh: DeviceMesh) -> DeviceMesh:
+    """Those along which ranks have different rows."""
+    names = tuple(name for name in mesh.mesh_dim_names or () if name != "split")
+    return mesh[names]
 
 
 def shard_modules(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,8 +19,9 @@ def new_adamw(parameters: Sequence[Tensor], section: OptimizerSection) -> torch.
     """AdamW with weight decay on matrices only."""
     matrices = [p for p in parameters if p.ndim >= 2]
     others = [p for p in parameters if p.ndim < 2]
+    decays = [(matrices, section.weight_decay), (others, 0.0)]
     return torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": section.weight_decay}, {"params": others, "weight_decay": 0.0}],
+        [{"params": alike, "weight_decay": decay} for some, decay in decays for alike in by_mesh(some) or [[]]],
         lr=section.lr,
         betas=section.betas,
         eps=section.eps,
@@ -27,8 +29,22 @@ def new_adamw(parameters: Sequence[Tensor], section: OptimizerSection) -> torch.
     )
 
 
+def by_mesh(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """In lists of tensors that are spread over the same ranks: no operation on a list takes others."""
+    found: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
+    return list(found.values())
+
+
 Gradients = Mapping[Tensor, Tensor]
 """By what is optimized."""
+
+
+def total_norm(gradients: Sequence[Tensor]) -> float:
+    """Of all of them together; of those in shards, a collective."""
+    norms = [torch.nn.utils.get_total_norm(alike) for alike in by_mesh(gradients)]
+    return math.hypot(*(float(norm.full_tensor() if isinstance(norm, DTensor) else norm) for norm in norms))
 
 
 def apply_gradient(
@@ -59,15 +75,15 @@ def step(
     gradients = list(given.values())
     if not gradients:
         raise BackendError("optim_step was called with no accumulated gradient; call forward_backward before it")
-    total = torch.nn.utils.get_total_norm(gradients)
-    norm = float(total.full_tensor() if isinstance(total, DTensor) else total) * grad_scale
+    norm = total_norm(gradients) * grad_scale
     if not math.isfinite(norm):
         optimizer.zero_grad(set_to_none=True)
         lr = optimizer.param_groups[0]["lr"]
         raise DivergedError(
             f"the gradient norm is {norm}, and no step was made; lower the learning rate (now {lr:g}) or clip harder"
         )
-    torch._foreach_mul_(gradients, grad_scale * (grad_clip / norm if 0 < grad_clip < norm else 1.0))
+    for alike in by_mesh(gradients):
+        torch._foreach_mul_(alike, grad_scale * (grad_clip / norm if 0 < grad_clip < norm else 1.0))
     if update is None:
         for parameter, gradient in given.items():
             parameter.grad = gradient
