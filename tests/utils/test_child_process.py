@@ -83,3 +83,14 @@ def test_how_a_program_ended_is_known_and_its_children_end_with_it(tmp_path: Pat
 def test_what_cannot_be_started_ends_at_once(tmp_path: Path) -> None:
     child = ChildProcess([str(tmp_path / "nothing")], {}, tmp_path / "log")
     assert child._process.wait(30) == 1 and "No such file" in child.last_output()
+
+
+def test_the_error_that_began_it_is_known_however_much_follows_and_none_of_an_earlier_program(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("ValueError: of an earlier program\n")
+    began = "(Worker pid=7) ERROR 11-19 22:36:40 [executor.py:10] ValueError: 0.6 GiB is less than requested"
+    program = f"import sys; sys.stderr.write({began!r} + '\\n  File x' * 100 + '\\n'); raise RuntimeError('see above')"
+    child = ChildProcess([sys.executable, "-c", program], {}, tmp_path / "log")
+    assert child._process.wait(30) == 1
+    assert child.last_errors() == "ValueError: 0.6 GiB is less than requested\nRuntimeError: see above"
+    silent = ChildProcess([sys.executable, "-c", "print('no more')"], {}, tmp_path / "log")
+    assert silent._process.wait(30) == 0 and silent.last_errors() == "no more"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,9 @@ from headrace.utils.interrupts import stop_signals_blocked
 from headrace.utils.reaper import descendants
 
 _REAPER = Path(__file__).with_name("reaper.py")
-_TAIL = 8192
+_TAIL = 65536
+# the last line of a traceback, with or without what a server puts before every line
+_ERROR = re.compile(r"^(?:\([^()]*\) \w+ [^\]]*\] )?((?:\w+\.)*\w*(?:Error|Exception): .+)$", re.MULTILINE)
 
 
 class ChildProcess:
@@ -21,6 +24,7 @@ class ChildProcess:
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
         self.log = log
+        self._begins = log.stat().st_size if log.exists() else 0
         theirs, self._pipe = os.pipe()
         with log.open("ab") as output, stop_signals_blocked():
             self._process = subprocess.Popen(
@@ -58,14 +62,22 @@ class ChildProcess:
 
     def last_output(self, lines: int = 15) -> str:
         """The end of its log."""
+        return "\n".join(self._tail().splitlines()[-lines:])
+
+    def last_errors(self) -> str:
+        """The first error of its log, which often causes the others, and the last; without any, the log's end."""
+        found: list[str] = _ERROR.findall(self._tail())
+        return "\n".join(dict.fromkeys([found[0], found[-1]])) if found else self.last_output()
+
+    def _tail(self) -> str:
+        """What this program has written, or the end of it; the log may begin with earlier ones."""
         try:
             with self.log.open("rb") as file:
                 size = file.seek(0, os.SEEK_END)
-                file.seek(max(0, size - _TAIL))
-                text = file.read().decode(errors="replace")
+                file.seek(max(self._begins, size - _TAIL))
+                return file.read().decode(errors="replace")
         except OSError:
             return ""
-        return "\n".join(text.splitlines()[-lines:])
 
     def descendants(self) -> list[int]:
         """The processes that run now, the program's own first."""

@@ -61,7 +61,7 @@ class ServerActor:
         while (code := self._child.exit_code()) is None:
             time.sleep(_POLL_S)
         how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-        return f"ended ({how}); {self._child.log} says:\n{self._child.last_output()}"
+        return f"ended ({how}); {self._child.log} says:\n{self._child.last_errors()}"
 
 
 class RayServer:

@@ -168,7 +168,7 @@ class StartedServer:
         if code is None or self._child is None:
             return None
         how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-        return f"{self._name} ended ({how}); {self._log_path} says:\n{self._child.last_output()}"
+        return f"{self._name} ended ({how}); {self._log_path} says:\n{self._child.last_errors()}"
 
     def answered(self) -> None:
         self._deaths = 0
