@@ -127,7 +127,7 @@ def _load_whole(folder: Path, names: dict[Tensor, str], optimizer: torch.optim.O
         held = {key: moments[f"{name}/{key}"] for key in MOMENTS if f"{name}/{key}" in moments}
         if held:
             optimizer.state[parameter] = {
-                key: tensor.clone() if key == "step" else _like(tensor, parameter).clone()
+                key: tensor.to(parameter.device, copy=True) if key == "step" else _like(tensor, parameter).clone()
                 for key, tensor in held.items()
             }
     return load_teacher(folder)
