@@ -40,6 +40,12 @@ def test_a_lost_learner_is_waited_for() -> None:
     assert few.lost_nodes > 3 and few.steps_per_s < outcome().steps_per_s
 
 
+def test_a_lost_learner_repeats_the_steps_since_its_last_checkpoint() -> None:
+    lossy = {"learners": 50, "mtbf_h": 1, "recovery_s": 30}
+    never, often = (outcome("--trainer.save_every_s=0", f"--trainer.save_every={n}", **lossy) for n in (0, 1))
+    assert never.steps_per_s < 0.9 * often.steps_per_s
+
+
 def test_a_node_that_is_down_is_not_lost_again() -> None:
     found = outcome(engines=20, mtbf_h=0.05, recovery_s=100)  # each engine lives 180 s, and is away for 100
     engines, learner = 20 / (180 + 100), 1 / 180

@@ -140,7 +140,7 @@ class FleetSection(Section):
     """Mean hours between two losses of one node; 0: none is lost."""
     recovery_s: float = Field(default=300.0, gt=0, le=LONGEST_S)
     """Seconds until a lost node is replaced. The groups of a lost engine begin again on others; after the loss of a
-    learner, the steps since the last checkpoint (trainer.save_every_s) are repeated from the record."""
+    learner, the steps since the last checkpoint (trainer.save_every, save_every_s) are repeated from the record."""
     weights_gb: float = Field(default=0.0, ge=0, le=1e6)
     """Size of the weights that each sync sends; 0 takes syncs as part of simulate.learn_s."""
     transport: Literal["direct", "tree", "file"] = "direct"

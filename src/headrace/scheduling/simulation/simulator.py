@@ -197,7 +197,7 @@ class Simulation:
             raise ConfigError(
                 f"no step ends any more after {self.coordinator.version} simulated steps: with simulate.fleet.mtbf_h = "
                 f"{fleet.mtbf_h:g} and recovery_s = {fleet.recovery_s:g} every node was lost {_MOST_LOSSES} times "
-                f"since; raise simulate.fleet.mtbf_h, lower recovery_s, or save more often (trainer.save_every_s)"
+                f"since; raise simulate.fleet.mtbf_h, lower recovery_s, or save more often (trainer.save_every)"
             )
 
     # ---- generation -----------------------------------------------------------------------------------------------
@@ -342,11 +342,12 @@ class Simulation:
 
     def _sync_weights(self) -> None:
         self._syncing, self._lost = False, 0
-        save_every_s = self._config.trainer.save_every_s
-        if save_every_s and self.now_s - self._saved_s >= save_every_s:
-            self._saved_s, self._learned_s = self.now_s, 0.0
         self.coordinator.settled(trained=sum(group.kept for group in self._step))
         self.coordinator.synced(self.coordinator.version + 1)
+        trainer = self._config.trainer
+        due = trainer.save_every and self.coordinator.version % trainer.save_every == 0
+        if due or (trainer.save_every_s and self.now_s - self._saved_s >= trainer.save_every_s):
+            self._saved_s, self._learned_s = self.now_s, 0.0
         self.buffer.retain([*self._step, *self._again])
         self._rollouts.synced(self.now_s)
         self._begin_step()
