@@ -1,12 +1,13 @@
 """Does a run learn on a cluster as it does on one machine? Two ranks, two engine replicas, two Ray nodes.
 
-    python benchmarks/on_ray.py [--tasks countdown arithmetic] [--engines torch vllm] [--staleness 0 2] [--steps 30]
-                                [--runs FOLDER] [--vllm-python PYTHON] [--json FILE] [--quick]
+    python benchmarks/on_ray.py [--tasks countdown arithmetic] [--engines here torch vllm] [--staleness 0 2]
+                                [--steps 30] [--set backend.micro_batch_tokens=1024 ...] [--runs FOLDER]
+                                [--vllm-python PYTHON] [--json FILE] [--quick]
 
 Starts two Ray nodes on this machine. Trains the run files examples/countdown.toml and examples/arithmetic_smollm2.toml,
-first as they are, then with the overlay benchmarks/two_raylets.toml: by each engine, synchronous (staleness 0) and
-asynchronous. Prints a Markdown table: the score of the evaluation set before, the best on the way, and after; steps,
-and minutes. A run that was stopped resumes.
+as they are (`here`), and with the overlay benchmarks/two_raylets.toml: by each engine, synchronous (staleness 0) and
+asynchronous. `--set` changes settings of all of them. Prints a Markdown table: the score of the evaluation set before,
+the best on the way, and after; steps, and minutes. A run that was stopped resumes.
 """
 
 from __future__ import annotations
@@ -84,19 +85,21 @@ def train(task: str, where: str, staleness: int, options: list[str], folder: Pat
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
-    parser.add_argument("--engines", nargs="*", choices=["torch", "vllm"], default=["torch", "vllm"])
+    parser.add_argument("--engines", nargs="+", choices=["here", "torch", "vllm"], default=["here", "torch", "vllm"])
     parser.add_argument("--staleness", nargs="+", type=int, default=[0, 2])
     parser.add_argument("--steps", type=int, help="fewer than the run file has")
+    parser.add_argument("--set", nargs="+", default=[], metavar="SECTION.KEY=VALUE", help="settings of every run")
     parser.add_argument("--runs", type=Path, default=Path("runs") / "on_ray")
     parser.add_argument("--vllm-python", type=Path, help="interpreter of an environment with vLLM")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true")
-    return parsed(parser, {"tasks": ["countdown"], "engines": ["torch"], "staleness": [0], "steps": 2})
+    return parsed(parser, {"tasks": ["countdown"], "engines": ["here", "torch"], "staleness": [0], "steps": 2})
 
 
 def main() -> None:
     given = arguments()
-    steps = [f"--trainer.steps={given.steps}"] if given.steps else []
+    settings = [*([f"trainer.steps={given.steps}"] if given.steps else []), *given.set]
+    common = [f"--{setting}" for setting in settings]
     named = {"torch": [], "vllm": ["--engine.name=vllm"]}
     if "vllm" in given.engines:
         python = given.vllm_python
@@ -105,10 +108,11 @@ def main() -> None:
     found: list[Learned] = []
     with two_raylets() as address:
         for task in given.tasks:
-            found.append(train(task, "here", 0, steps, given.runs))
-            for engine in given.engines:
+            if "here" in given.engines:
+                found.append(train(task, "here", 0, common, given.runs))
+            for engine in [one for one in given.engines if one != "here"]:
                 for staleness in given.staleness:
-                    options = [f"--cluster.address={address}", *named[engine], *steps]
+                    options = [f"--cluster.address={address}", *named[engine], *common]
                     found.append(train(task, engine, staleness, options, given.runs))
     heads = ["task", "engines", "staleness", "before", "best", "after", "steps", "minutes"]
     print_table(heads, [row(one) for one in found])
