@@ -34,6 +34,7 @@ class ServerEngine(ServerLife):
         self.max_model_length = options.max_model_length
         self._asleep = False
         self._pinned: int | None = None
+        self._pinned_here = False  # by the server as it is: the next life of it has other weights
         self._in_flight: dict[Request, int] = {}  # and the version that each was asked of
         self._scoring = asyncio.Lock()
         self._busy_s = self._busy_since = 0.0
@@ -70,7 +71,7 @@ class ServerEngine(ServerLife):
 
     def _forget_life(self) -> None:
         """Of what was known of the server only what outlives it stays."""
-        self._asleep = False
+        self._asleep = self._pinned_here = False
 
     # ---- sampling -------------------------------------------------------------------------------------------------
 
@@ -147,8 +148,13 @@ class ServerEngine(ServerLife):
             raise EngineError(f"version {version} changes the weights of a server that decodes; pause the engine first")
         await self._wake()
 
+    @property
+    def _kept(self) -> int | None:
+        """The pinned version, while the server has it."""
+        return self._pinned if self._pinned_here else None
+
     def _check_unpinned(self) -> None:
-        if self._pinned is not None:
+        if self._kept is not None:
             raise EngineError(
                 f"version {self._pinned} is pinned, and one server has one version at a time; unpin first"
             )
@@ -161,9 +167,9 @@ class ServerEngine(ServerLife):
 
     async def pin(self) -> int:
         self._check_usable()
-        if self._pinned is not None:
+        if self._kept is not None:
             raise EngineError(f"version {self._pinned} is pinned already; call unpin before pinning another")
-        self._pinned = self._version
+        self._pinned, self._pinned_here = self._version, True
         return self._version
 
     async def unpin(self) -> None:
@@ -199,6 +205,7 @@ class ServerEngine(ServerLife):
             restarts=self._restarts,
             state=self._state(),
             reissued=self._reissued,
+            pinned=self._kept,
         )
 
     def _decodes(self) -> bool:

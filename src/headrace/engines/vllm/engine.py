@@ -141,6 +141,12 @@ class VllmEngine(ServerEngine):
         assert self._facts is not None, "begin_update comes before a sender asks where to send"
         return self._facts.world_size
 
+    @property
+    def _kept(self) -> int | None:
+        if not self._adapters or not self._synced:
+            return super()._kept
+        return self._pinned if self._pinned in self._loaded else None
+
     def _forget_life(self) -> None:
         super()._forget_life()
         self._loaded.clear()
