@@ -490,6 +490,35 @@ def test_a_replica_that_is_away_at_a_pin_or_an_unpin_changes_no_evaluation(away:
     run_virtual(work())
 
 
+@pytest.mark.parametrize("fault", ["lost before", "lost meanwhile", "other weights"])
+def test_a_replica_that_cannot_catch_up_after_an_evaluation_is_replaced(fault: str) -> None:
+    async def work() -> None:
+        engines = [Mortal(comes_back_s=5) for _ in range(2)]
+        pool, weights = EnginePool(engines, pins_one=True), Learner()
+
+        class Sender(Learner):
+            async def send(self, version: int) -> None:
+                if fault == "lost meanwhile" and len(sent) == 2:
+                    old.kill()
+                sent.append(version)
+
+        sent: list[int] = []
+        sync = WeightSync(weights, Sender(), pool, Canary(((1, 2, 3),), score, 0.1), pauses=True)
+        await sync.sync(1)
+        await pool.pin()
+        await sync.sync(2)
+        old = next(engine for engine in engines if engine.version == 1)
+        if fault == "lost before":
+            old.kill()
+        old.score = -4.0 if fault == "other weights" else old.score
+        await pool.unpin()
+        await asyncio.sleep(60)
+        assert [engine.version for engine in engines] == [2, 2]
+        assert all(one.serves for one in pool.replicas)
+
+    run_virtual(work())
+
+
 def test_a_request_that_no_replica_could_answer_fails_at_once() -> None:
     async def work() -> None:
         pool = EnginePool([FakeEngine(room=1), FakeEngine(room=1)])

@@ -48,8 +48,7 @@ class EnginePool:
         self._updating: list[Replica] = []
         self._restore: Restore | None = None
         self._restarts = self._reissued = 0
-        self._version = 0  # of the last weight sync
-        self._begun = 0  # of the last one that was begun
+        self._version = self._begun = 0  # of the last weight sync, and of the last that was begun
         self._catching_up: set[asyncio.Task[None]] = set()
         self._closed = False
 
@@ -90,8 +89,7 @@ class EnginePool:
             except PromptTooLongError:
                 raise
             except EngineError as error:
-                lost = self._note_loss(replica, life, error)
-                if not lost and version in (None, replica.engine.health().pinned):
+                if not self._note_loss(replica, life, error) and version in (None, replica.engine.health().pinned):
                     raise
             finally:
                 replica.in_flight -= 1
@@ -135,6 +133,8 @@ class EnginePool:
                 replica.stale = False
             else:
                 replica.stale = not await self._restored(engine)
+        except WeightSyncError as error:
+            self._replace(replica, error)
         except EngineError as error:
             if not self._note_loss(replica, life, error):
                 raise
@@ -192,6 +192,7 @@ class EnginePool:
         if not await self._restore(engine):
             return False
         await self._align(engine)
+        next(one for one in self.replicas if one.engine is engine).stale = False  # it may have been lost meanwhile
         return True
 
     async def _align(self, engine: RolloutEngine) -> None:
@@ -238,13 +239,16 @@ class EnginePool:
         """A replica that does not decode with the weights that were sent is lost, and replaced."""
         for replica in self._updating:
             if replica.engine is engine:
-                replace = getattr(engine, "replace_server", None)
-                if replace is None:
-                    raise why
-                replica.life += 1
-                _log.warning("replica %d failed its weight sync and is started again: %s", replica.number, why)
-                replace()
+                self._replace(replica, why)
         self._updating = [one for one in self._updating if one.engine is not engine]
+
+    def _replace(self, replica: Replica, why: WeightSyncError | ServerLostError) -> None:
+        replace = getattr(replica.engine, "replace_server", None)
+        if replace is None:
+            raise why
+        replica.life += 1
+        _log.warning("replica %d failed its weight sync and is started again: %s", replica.number, why)
+        replace()
 
     async def pause(self) -> None:
         self._paused = True
@@ -346,8 +350,7 @@ class EnginePool:
             raise EngineError("nothing is pinned; call pin before unpin")
         while self._pins_one and self._in_pin:  # noqa: ASYNC110  (requests end by themselves)
             await asyncio.sleep(_POLL_S)
-        back = self._kept_back
-        if back is not None:
+        if back := self._kept_back:
             back.stale = self._restore is not None and back.engine.health().version < self._version
         asked, self._pinners, self._pinned_version = self._pinners, [], None
         await self._all(lambda engine: engine.unpin(), asked, least=0)
