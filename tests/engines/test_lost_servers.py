@@ -198,6 +198,44 @@ async def test_a_server_that_decodes_slowly_is_left_alone(kind: Kind) -> None:
     await engine.close()
 
 
+async def test_a_server_that_dies_before_it_gives_memory_back_is_started_again(kind: Kind) -> None:
+    model = ToyModel()
+    server = kind(model, lives=2)
+    engine = new_engine(server, sleeps=True)
+    await soon(new_sync(engine, model).sync(1))
+    await soon(engine.pause())
+    await server.running.die()
+    await soon(engine.release_cache())
+    await until(lambda: engine.health().restarts == 1 and engine.health().state == "serving")
+    await soon(engine.resume())
+    assert len((await soon(engine.generate([3, 4], SamplingParams(max_tokens=5), 1))).completion_ids) == 5
+    await engine.close()
+
+
+@pytest.mark.parametrize("call", ["pause", "resume", "begin_update", "restart"])
+async def test_no_call_waits_for_a_server_that_could_not_be_started_again(kind: Kind, call: str) -> None:
+    gives_up = asyncio.Event()
+
+    class Server(kind):
+        async def replace(self) -> None:
+            await gives_up.wait()
+            await super().replace()
+
+    model = ToyModel()
+    server = Server(model, lives=1)
+    engine = new_engine(server)
+    await soon(new_sync(engine, model).sync(1))
+    await server.running.die()
+    await until(lambda: engine.health().state == "starting")
+    given = (2,) if call == "begin_update" else ()
+    waiting = asyncio.ensure_future(getattr(engine, call)(*given))
+    await asyncio.sleep(0.05)
+    gives_up.set()
+    with pytest.raises(EngineError, match=SMOKE):
+        await asyncio.wait_for(waiting, 20)
+    await engine.close()
+
+
 async def test_a_pool_of_two_servers_survives_the_death_of_one(kind: Kind) -> None:
     model = ToyModel()
     servers = [kind(model, lives=2) for _ in range(2)]

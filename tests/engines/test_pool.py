@@ -519,6 +519,22 @@ def test_a_replica_that_cannot_catch_up_after_an_evaluation_is_replaced(fault: s
     run_virtual(work())
 
 
+def test_a_pause_while_all_replicas_are_started_again_ends_nothing() -> None:
+    async def work() -> None:
+        pool, engines, sync = new_pool()
+        await sync.sync(1)
+        for engine in engines:
+            engine.kill()
+        await pool.pause()
+        await pool.release_cache()
+        await asyncio.sleep(30)
+        assert [engine.paused for engine in engines] == [True, True]
+        await pool.resume()
+        assert len(await asked(pool, 4)) == 4
+
+    run_virtual(work())
+
+
 def test_a_request_that_no_replica_could_answer_fails_at_once() -> None:
     async def work() -> None:
         pool = EnginePool([FakeEngine(room=1), FakeEngine(room=1)])

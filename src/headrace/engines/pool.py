@@ -253,12 +253,12 @@ class EnginePool:
     async def pause(self) -> None:
         self._paused = True
         self._note_missing()
-        await self._all(lambda engine: engine.pause())
+        await self._all(lambda engine: engine.pause(), least=0)
 
     async def resume(self) -> None:
         self._paused = False
         self._note_missing()
-        await self._all(lambda engine: engine.resume())
+        await self._all(lambda engine: engine.resume(), least=0)
 
     def _note_missing(self) -> None:
         for one in self.replicas:
@@ -358,7 +358,7 @@ class EnginePool:
             await self._catch_up(back)
 
     async def release_cache(self) -> None:
-        await self._all(lambda engine: engine.release_cache())
+        await self._all(lambda engine: engine.release_cache(), least=0)
 
     async def restart(self) -> None:
         await self._all(lambda engine: engine.restart())

@@ -125,7 +125,7 @@ class ServerEngine(ServerLife):
         self._check_usable()
         await self._opened()
         self._going.clear()
-        await self._alive.wait()
+        await self._until_closed(self._alive.wait())
         with suppress(ServerLostError):  # the one that comes in its place is paused before it serves
             await self._hold()
             self._tokens = await self._count_tokens()  # what was still on its way when it stopped
@@ -133,7 +133,7 @@ class ServerEngine(ServerLife):
     async def resume(self) -> None:
         self._check_usable()
         await self._opened()
-        await self._alive.wait()
+        await self._until_closed(self._alive.wait())
         with suppress(ServerLostError):  # the one that comes in its place starts without a pause
             await self._wake()
             await self._let_go()
@@ -143,7 +143,7 @@ class ServerEngine(ServerLife):
         """The server lives and is paused."""
         self._check_usable()
         await self._opened()
-        await self._alive.wait()
+        await self._until_closed(self._alive.wait())
         if self._going.is_set():
             raise EngineError(f"version {version} changes the weights of a server that decodes; pause the engine first")
         await self._wake()
@@ -185,7 +185,8 @@ class ServerEngine(ServerLife):
             raise EngineError(
                 f"{len(self._in_flight)} sequences are being decoded; pause the engine before releasing its cache"
             )
-        await self._release()
+        with suppress(ServerLostError):  # the one that comes in its place is only paused
+            await self._release()
 
     # ---- bookkeeping ----------------------------------------------------------------------------------------------
 
