@@ -202,12 +202,13 @@ async def test_a_server_that_dies_before_it_gives_memory_back_is_started_again(k
     model = ToyModel()
     server = kind(model, lives=2)
     engine = new_engine(server, sleeps=True)
-    await soon(new_sync(engine, model).sync(1))
+    sync = new_sync(engine, model)
+    await soon(sync.sync(1))
     await soon(engine.pause())
     await server.running.die()
     await soon(engine.release_cache())
     await until(lambda: engine.health().restarts == 1 and engine.health().state == "serving")
-    await soon(engine.resume())
+    await soon(sync.resume())  # it is still to be proved
     assert len((await soon(engine.generate([3, 4], SamplingParams(max_tokens=5), 1))).completion_ids) == 5
     await engine.close()
 
@@ -233,6 +234,25 @@ async def test_no_call_waits_for_a_server_that_could_not_be_started_again(kind: 
     gives_up.set()
     with pytest.raises(EngineError, match=SMOKE):
         await asyncio.wait_for(waiting, 20)
+    await engine.close()
+
+
+@pytest.mark.parametrize("state", ["unsynced", "serving"])
+async def test_an_engine_that_is_resumed_while_its_server_is_restored_decodes_after_the_proof(
+    kind: Kind, state: str
+) -> None:
+    model = ToyModel()
+    server = kind(model, lives=2)
+    engine = new_engine(server)
+    sync = new_sync(engine, model)
+    model.move(1)
+    await soon(sync.sync(1))
+    await soon(engine.pause())
+    await server.running.die()
+    await until(lambda: engine.health().restarts == 1 and engine.health().state == state)
+    await soon(sync.resume())
+    made = await asyncio.wait_for(engine.generate([3, 4], SamplingParams(max_tokens=5), 1), 60)
+    assert set(made.versions) == {1} and engine.health().error is None
     await engine.close()
 
 
