@@ -256,6 +256,27 @@ async def test_an_engine_that_is_resumed_while_its_server_is_restored_decodes_af
     await engine.close()
 
 
+async def test_a_server_that_dies_between_a_sync_and_its_proof_gets_the_weights_once_more(kind: Kind) -> None:
+    model = ToyModel()
+    server = kind(model, lives=2)
+    engine = new_engine(server)
+    sync = new_sync(engine, model)
+    await soon(sync.sync(1))
+    end_update = engine.end_update
+
+    async def dies_then(version: int) -> None:
+        await end_update(version)
+        if not server.incarnation:
+            await server.running.die()
+            await until(lambda: engine.health().state == "unsynced")
+
+    engine.end_update = dies_then
+    model.move(2)
+    assert (await soon(sync.sync(2))).version == 2
+    assert set((await soon(engine.generate([3, 4], SamplingParams(max_tokens=5), 1))).versions) == {2}
+    await engine.close()
+
+
 async def test_a_pool_of_two_servers_survives_the_death_of_one(kind: Kind) -> None:
     model = ToyModel()
     servers = [kind(model, lives=2) for _ in range(2)]

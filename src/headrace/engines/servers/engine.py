@@ -107,6 +107,8 @@ class ServerEngine(ServerLife):
         async with self._scoring:  # a paused server schedules nothing: it is resumed for as long as this takes
             await self._until_closed(self._alive.wait())
             paused = not self._going.is_set()
+            if paused and not self._up.is_set():  # it would be proved by weights that nobody has sent
+                raise ServerLostError(f"{self.server.url} was started again and has no weights yet", self.server.url)
             if paused:
                 await self._let_go()
             try:
