@@ -16,7 +16,7 @@ from contracts.engine_harness import soon, under_way, until
 from headrace.engines.base import SamplingParams
 from headrace.engines.pool import EnginePool
 from headrace.engines.servers.client import ServerClient
-from headrace.errors import EngineError, ServerLostError
+from headrace.errors import ConfigError, EngineError, ServerLostError
 from headrace.weights.sender import ServerSender
 from headrace.weights.source import ModelWeights
 from headrace.weights.sync import WeightSync
@@ -354,3 +354,10 @@ async def test_pinned_adapters_that_a_lost_server_had_are_asked_of_another_that_
     assert await soon(pool.pin()) == 2
     await pool.close()
     sender.close()
+
+
+async def test_a_server_that_reads_less_than_the_engine_asks_of_it_is_refused(kind: Kind) -> None:
+    engine = new_engine(kind(ToyModel(), length=100))
+    with pytest.raises(ConfigError, match=r"reads at most 100 tokens, .* comes to 255; set it to 99, or start .* 256"):
+        await soon(engine.generate([3, 4], SamplingParams(max_tokens=5), 1))
+    await engine.close()
