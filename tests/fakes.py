@@ -178,7 +178,7 @@ class FakeEngine:
         self.restarts += 1
 
     def health(self) -> EngineHealth:
-        return EngineHealth(True, False, self.version, self.busy, 0, 0, 0.0, restarts=self.restarts)
+        return EngineHealth(True, False, self.version, self.busy, 0, 0, 0.0, restarts=self.restarts, pinned=self.pinned)
 
     async def close(self) -> None: ...
 

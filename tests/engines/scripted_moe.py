@@ -39,7 +39,7 @@ class ScriptedMoe(ScriptedVllm):
         for layer, decoder in enumerate(self._model.model.layers):
             decoder.mlp.gate.forward = self._gate(decoder.mlp.gate, layer)
         weights = {name: p.detach().double().numpy().copy() for name, p in self._model.named_parameters()}
-        super().__init__(weights, length=250)
+        super().__init__(weights, length=256)
 
     def _gate(self, gate: Any, layer: int) -> Any:
         def forward(states: Tensor) -> tuple[Tensor, Tensor, Tensor]:

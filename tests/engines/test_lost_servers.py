@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 from scripted_servers import SMOKE, SglangServer, VllmServer, given_server, new_engine, new_sync
-from scripted_vllm import ToyModel
+from scripted_vllm import ScriptedVllm, ToyModel
 
 from contracts.engine_harness import soon, under_way, until
 from headrace.engines.base import SamplingParams
 from headrace.engines.pool import EnginePool
 from headrace.engines.servers.client import ServerClient
-from headrace.errors import EngineError, ServerLostError
+from headrace.errors import ConfigError, EngineError, ServerLostError
+from headrace.weights.sender import ServerSender
+from headrace.weights.source import ModelWeights
+from headrace.weights.sync import WeightSync
+from headrace.weights.transfers.adapter import AdapterTransfer
 
 Kind = type[VllmServer]
 LEFT: dict[str, tuple[tuple[str, Any], ...]] = {
@@ -191,6 +198,85 @@ async def test_a_server_that_decodes_slowly_is_left_alone(kind: Kind) -> None:
     await engine.close()
 
 
+async def test_a_server_that_dies_before_it_gives_memory_back_is_started_again(kind: Kind) -> None:
+    model = ToyModel()
+    server = kind(model, lives=2)
+    engine = new_engine(server, sleeps=True)
+    sync = new_sync(engine, model)
+    await soon(sync.sync(1))
+    await soon(engine.pause())
+    await server.running.die()
+    await soon(engine.release_cache())
+    await until(lambda: engine.health().restarts == 1 and engine.health().state == "serving")
+    await soon(sync.resume())  # it is still to be proved
+    assert len((await soon(engine.generate([3, 4], SamplingParams(max_tokens=5), 1))).completion_ids) == 5
+    await engine.close()
+
+
+@pytest.mark.parametrize("call", ["pause", "resume", "begin_update", "restart"])
+async def test_no_call_waits_for_a_server_that_could_not_be_started_again(kind: Kind, call: str) -> None:
+    gives_up = asyncio.Event()
+
+    class Server(kind):
+        async def replace(self) -> None:
+            await gives_up.wait()
+            await super().replace()
+
+    model = ToyModel()
+    server = Server(model, lives=1)
+    engine = new_engine(server)
+    await soon(new_sync(engine, model).sync(1))
+    await server.running.die()
+    await until(lambda: engine.health().state == "starting")
+    given = (2,) if call == "begin_update" else ()
+    waiting = asyncio.ensure_future(getattr(engine, call)(*given))
+    await asyncio.sleep(0.05)
+    gives_up.set()
+    with pytest.raises(EngineError, match=SMOKE):
+        await asyncio.wait_for(waiting, 20)
+    await engine.close()
+
+
+@pytest.mark.parametrize("state", ["unsynced", "serving"])
+async def test_an_engine_that_is_resumed_while_its_server_is_restored_decodes_after_the_proof(
+    kind: Kind, state: str
+) -> None:
+    model = ToyModel()
+    server = kind(model, lives=2)
+    engine = new_engine(server)
+    sync = new_sync(engine, model)
+    model.move(1)
+    await soon(sync.sync(1))
+    await soon(engine.pause())
+    await server.running.die()
+    await until(lambda: engine.health().restarts == 1 and engine.health().state == state)
+    await soon(sync.resume())
+    made = await asyncio.wait_for(engine.generate([3, 4], SamplingParams(max_tokens=5), 1), 60)
+    assert set(made.versions) == {1} and engine.health().error is None
+    await engine.close()
+
+
+async def test_a_server_that_dies_between_a_sync_and_its_proof_gets_the_weights_once_more(kind: Kind) -> None:
+    model = ToyModel()
+    server = kind(model, lives=2)
+    engine = new_engine(server)
+    sync = new_sync(engine, model)
+    await soon(sync.sync(1))
+    end_update = engine.end_update
+
+    async def dies_then(version: int) -> None:
+        await end_update(version)
+        if not server.incarnation:
+            await server.running.die()
+            await until(lambda: engine.health().state == "unsynced")
+
+    engine.end_update = dies_then
+    model.move(2)
+    assert (await soon(sync.sync(2))).version == 2
+    assert set((await soon(engine.generate([3, 4], SamplingParams(max_tokens=5), 1))).versions) == {2}
+    await engine.close()
+
+
 async def test_a_pool_of_two_servers_survives_the_death_of_one(kind: Kind) -> None:
     model = ToyModel()
     servers = [kind(model, lives=2) for _ in range(2)]
@@ -210,3 +296,68 @@ async def test_a_pool_of_two_servers_survives_the_death_of_one(kind: Kind) -> No
         await asyncio.sleep(0.01)
     assert {engine.health().version for engine in engines} == {2} and pool.health().reissued
     await pool.close()
+
+
+async def test_a_replica_that_is_lost_while_it_evaluates_comes_back(kind: Kind) -> None:
+    model = ToyModel()
+    servers = [kind(model, lives=2) for _ in range(2)]
+    engines = [new_engine(server, waits=False) for server in servers]
+    pool = EnginePool(engines, pins_one=True)
+    sync = new_sync(pool, model)
+    model.move(1)
+    await soon(sync.sync(1))
+    assert await soon(pool.pin()) == 1
+    number = next(n for n, engine in enumerate(engines) if engine.health().pinned == 1)
+    await servers[number].running.die()
+    await until(lambda: engines[number].health().restarts == 1)
+    params = SamplingParams(max_tokens=5)
+    assert set((await soon(pool.generate([3, 4], params, 1, pinned=True))).versions) == {1}
+    await until(lambda: engines[number].health().state == "serving")
+    assert engines[number].health().error is None
+    model.move(2)
+    await soon(sync.sync(2))
+    assert set((await soon(pool.generate([3, 4], params, 1, pinned=True))).versions) == {1}
+    await soon(pool.unpin())
+    assert {engine.health().version for engine in engines} == {2}
+    await pool.close()
+
+
+async def test_pinned_adapters_that_a_lost_server_had_are_asked_of_another_that_has_them() -> None:
+    class Loads(ScriptedVllm):
+        def _on_v1_load_lora_adapter(self, body: Any, query: Any) -> Any:
+            found = load_file(Path(body["lora_path"]) / "adapter_model.safetensors")
+            self.adapters[body["lora_name"]] = {name: value.astype(np.float64) for name, value in found.items()}
+
+        def _on_v1_unload_lora_adapter(self, body: Any, query: Any) -> Any:
+            self.adapters.pop(body["lora_name"], None)
+
+    class Server(VllmServer):
+        new = Loads
+
+    model = ToyModel()
+    servers = [Server(model, lives=2) for _ in range(2)]
+    engines = [new_engine(server, waits=False, transport="adapter") for server in servers]
+    pool, source = EnginePool(engines), ModelWeights(model)
+    sender = ServerSender(AdapterTransfer({}), source)
+    sender.bind(pool.endpoints)
+    sync = WeightSync(source, sender, pool, pauses=True)
+    await soon(sync.sync(1))
+    await soon(pool.pin())
+    model.move(2)
+    await soon(sync.sync(2))
+    await servers[0].running.die()
+    await until(lambda: engines[0].health().restarts == 1 and engines[0].health().state == "serving")
+    params = SamplingParams(max_tokens=5)
+    tasks = [pool.generate([5, n], params, n, pinned=True, affinity=f"g{n}") for n in range(8)]
+    assert {version for made in await soon(asyncio.gather(*tasks)) for version in made.versions} == {1}
+    await soon(pool.unpin())
+    assert await soon(pool.pin()) == 2
+    await pool.close()
+    sender.close()
+
+
+async def test_a_server_that_reads_less_than_the_engine_asks_of_it_is_refused(kind: Kind) -> None:
+    engine = new_engine(kind(ToyModel(), length=100))
+    with pytest.raises(ConfigError, match=r"reads at most 100 tokens, .* comes to 255; set it to 99, or start .* 256"):
+        await soon(engine.generate([3, 4], SamplingParams(max_tokens=5), 1))
+    await engine.close()

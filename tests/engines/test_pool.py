@@ -70,6 +70,8 @@ def test_a_request_never_goes_to_a_replica_with_much_more_to_do(affinity: str | 
 class Mortal(FakeEngine):
     """A replica whose server can be killed. It takes a while to come back, and then has no weights."""
 
+    remembers = False
+
     def __init__(self, takes_s: float = 1.0, comes_back_s: float = 20.0) -> None:
         super().__init__(takes_s=takes_s)
         self.comes_back_s = comes_back_s
@@ -105,6 +107,7 @@ class Mortal(FakeEngine):
     def kill(self, for_good: bool = False) -> None:
         self.lives += 1
         self.state, self.restarts = "starting", self.restarts + 1
+        self.pinned = self.pinned if self.remembers else None
         self.deaf.set()
         self.deaf = asyncio.Event()
         if for_good:
@@ -260,6 +263,8 @@ def test_a_replica_that_missed_a_sync_serves_only_after_it_has_the_weights() -> 
 class Returning(Mortal):
     """Comes back by itself with the weights that it had, as an engine process does."""
 
+    remembers = True
+
     async def _come_back(self, life: int) -> None:
         await asyncio.sleep(self.comes_back_s)
         if life == self.lives:
@@ -412,6 +417,120 @@ def test_the_loss_of_the_only_replica_with_a_pinned_version_is_explained() -> No
         next(engine for engine in engines if engine.version == 1).kill()
         with pytest.raises(EngineError, match="which alone had the pinned version 1, is lost"):
             await task
+
+    run_virtual(work())
+
+
+def test_a_sync_waits_for_a_replica_if_only_the_one_that_evaluates_is_there() -> None:
+    async def work() -> None:
+        pool, engines, sync = new_pool()
+        await sync.sync(1)
+        await pool.pin()
+        next(engine for engine in engines if engine.pinned is None).kill()
+        await sync.sync(2)
+        assert {version for made in await asked(pool, 3, pinned=True) for version in made.versions} == {1}
+        await pool.unpin()
+        assert [engine.version for engine in engines] == [2, 2]
+
+    run_virtual(work())
+
+
+def test_a_pinned_version_outlives_the_replica_that_was_lost_before_newer_weights_came() -> None:
+    async def work() -> None:
+        pool, engines, sync = new_pool(3)
+        await sync.sync(1)
+        await pool.pin()
+        task = asyncio.ensure_future(asked(pool, 4, pinned=True))
+        await asyncio.sleep(0.5)
+        next(engine for engine in engines if engine.busy).kill()
+        await task
+        await sync.sync(2)
+        assert {version for made in await asked(pool, 6, pinned=True) for version in made.versions} == {1}
+        await pool.unpin()
+        await asyncio.sleep(30)
+        assert [engine.version for engine in engines] == [2, 2, 2]
+
+    run_virtual(work())
+
+
+class Strict(Returning):
+    """Keeps pinned weights, as an engine process does, and refuses what comes out of turn."""
+
+    async def pin(self) -> int:
+        assert self.pinned is None
+        return await super().pin()
+
+    async def unpin(self) -> None:
+        assert self.pinned is not None
+        await super().unpin()
+
+
+@pytest.mark.parametrize("away", ["pin", "unpin"])
+def test_a_replica_that_is_away_at_a_pin_or_an_unpin_changes_no_evaluation(away: str) -> None:
+    async def work() -> None:
+        engines = first, _ = Strict(), Strict()
+        pool, weights = EnginePool(engines), Learner()
+        sync = WeightSync(weights, weights, pool)
+        await sync.sync(1)
+        if away == "pin":
+            first.kill()
+        await pool.pin()
+        if away == "pin":
+            await asyncio.sleep(30)
+        else:
+            first.kill()
+        await sync.sync(2)
+        assert {version for made in await asked(pool, 12, pinned=True) for version in made.versions} == {1}
+        await pool.unpin()
+        await asyncio.sleep(30)
+        assert [engine.pinned for engine in engines] == [None, None]
+        assert {version for made in await asked(pool, 12) for version in made.versions} == {2}
+        await pool.pin()
+
+    run_virtual(work())
+
+
+@pytest.mark.parametrize("fault", ["lost before", "lost meanwhile", "other weights"])
+def test_a_replica_that_cannot_catch_up_after_an_evaluation_is_replaced(fault: str) -> None:
+    async def work() -> None:
+        engines = [Mortal(comes_back_s=5) for _ in range(2)]
+        pool, weights = EnginePool(engines, pins_one=True), Learner()
+
+        class Sender(Learner):
+            async def send(self, version: int) -> None:
+                if fault == "lost meanwhile" and len(sent) == 2:
+                    old.kill()
+                sent.append(version)
+
+        sent: list[int] = []
+        sync = WeightSync(weights, Sender(), pool, Canary(((1, 2, 3),), score, 0.1), pauses=True)
+        await sync.sync(1)
+        await pool.pin()
+        await sync.sync(2)
+        old = next(engine for engine in engines if engine.version == 1)
+        if fault == "lost before":
+            old.kill()
+        old.score = -4.0 if fault == "other weights" else old.score
+        await pool.unpin()
+        await asyncio.sleep(60)
+        assert [engine.version for engine in engines] == [2, 2]
+        assert all(one.serves for one in pool.replicas)
+
+    run_virtual(work())
+
+
+def test_a_pause_while_all_replicas_are_started_again_ends_nothing() -> None:
+    async def work() -> None:
+        pool, engines, sync = new_pool()
+        await sync.sync(1)
+        for engine in engines:
+            engine.kill()
+        await pool.pause()
+        await pool.release_cache()
+        await asyncio.sleep(30)
+        assert [engine.paused for engine in engines] == [True, True]
+        await pool.resume()
+        assert len(await asked(pool, 4)) == 4
 
     run_virtual(work())
 

@@ -84,6 +84,8 @@ class EngineHealth:
     """Requests that were issued again, with the same seeds, because who had them was lost."""
     replicas: tuple[EngineHealth, ...] = ()
     """Of a pool, each of its engines."""
+    pinned: int | None = None
+    """The version that it still has for pinned requests, if it was asked to keep one."""
 
 
 def pool_metrics(health: EngineHealth) -> dict[str, float]:

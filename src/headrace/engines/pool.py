@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from headrace.engines.base import EngineHealth, Generation, Reachable, RolloutEngine, SamplingParams
+from headrace.engines.replica import Replica
 from headrace.engines.routing import choose
 from headrace.errors import EngineError, PromptTooLongError, ServerLostError, WeightSyncError
 from headrace.weights.base import Endpoint
@@ -23,33 +23,6 @@ _log = logging.getLogger("headrace")
 _POLL_S = 0.02
 T = TypeVar("T")
 Restore = Callable[[Any], Awaitable[bool]]
-
-
-@dataclass(slots=True, eq=False)
-class Replica:
-    """One engine of the pool."""
-
-    number: int
-    engine: RolloutEngine
-    life: int = 0
-    """Counts how often it was lost."""
-    in_flight: int = 0
-    gone: EngineError | None = None
-    """Why it will not come back."""
-    missed: bool = False
-    """It was away when the others were paused or resumed."""
-    stale: bool = False
-    """It was pinned or away during a weight sync, and has to be brought the current version."""
-
-    @property
-    def reachable(self) -> bool:
-        """Whether it can be talked to now."""
-        return self.gone is None and self.engine.health().state != "starting"
-
-    @property
-    def serves(self) -> bool:
-        """Whether it takes requests now."""
-        return self.gone is None and not self.stale and self.engine.health().state == "serving"
 
 
 class EnginePool:
@@ -67,15 +40,15 @@ class EnginePool:
         self.replicas = [Replica(number, engine) for number, engine in enumerate(engines)]
         self._pins_one = pins_one
         self._release = release
-        self._pinned: Replica | None = None
         self._pinned_version: int | None = None
+        self._pinners: list[Replica] = []  # those that were asked to keep it
         self._in_pin = 0
         self._paused = False
         self._opened = False
         self._updating: list[Replica] = []
         self._restore: Restore | None = None
         self._restarts = self._reissued = 0
-        self._version = 0  # of the last weight sync
+        self._version = self._begun = 0  # of the last weight sync, and of the last that was begun
         self._catching_up: set[asyncio.Task[None]] = set()
         self._closed = False
 
@@ -85,11 +58,16 @@ class EnginePool:
         self, prompt_ids: Sequence[int], params: SamplingParams, seed: int, pinned: bool = False,
         affinity: str | None = None,
     ) -> Generation:  # fmt: skip
+        version = self._pinned_version if pinned else None
         self._in_pin += pinned
         try:
-            return await self._issued(
-                lambda engine: engine.generate(prompt_ids, params, seed, pinned), affinity, pinned
-            )
+            while True:
+                made = await self._issued(
+                    lambda engine: engine.generate(prompt_ids, params, seed, pinned), affinity, version
+                )
+                if version is None or {*made.versions} <= {version} or version != self._pinned_version:
+                    return made
+                self._reissued += 1  # its server was lost, and came back with newer weights
         finally:
             self._in_pin -= pinned
 
@@ -97,11 +75,11 @@ class EnginePool:
         return await self._issued(lambda engine: engine.compute_logprobs(rows))
 
     async def _issued(
-        self, call: Callable[[RolloutEngine], Awaitable[T]], affinity: str | None = None, pinned: bool = False
+        self, call: Callable[[RolloutEngine], Awaitable[T]], affinity: str | None = None, version: int | None = None
     ) -> T:
-        """Issue a request until a replica that still counts has answered it."""
+        """Issue a request until a replica that still counts has answered it; one that keeps the pinned `version`."""
         while True:
-            replica = await self._chosen(affinity, pinned)
+            replica = await self._chosen(affinity, version)
             life, replica.in_flight = replica.life, replica.in_flight + 1
             try:
                 answer = await call(replica.engine)
@@ -111,22 +89,23 @@ class EnginePool:
             except PromptTooLongError:
                 raise
             except EngineError as error:
-                if not self._note_loss(replica, life, error):
+                if not self._note_loss(replica, life, error) and version in (None, replica.engine.health().pinned):
                     raise
             finally:
                 replica.in_flight -= 1
             self._reissued += 1
             await asyncio.sleep(_POLL_S)
 
-    async def _chosen(self, affinity: str | None, pinned: bool) -> Replica:
+    async def _chosen(self, affinity: str | None, version: int | None) -> Replica:
         """A replica that serves; waits for one if all are being started."""
         while True:
             self._check_usable()
-            if pinned and self._pinned is not None:
-                found = [self._pinned]
+            back = self._kept_back
+            if version is not None and version == self._pinned_version:
+                found = [one for one in await self._keepers(version) if one.serves]
             else:
-                found = [one for one in self.replicas if one.serves and one is not self._pinned]
-            found = [one for one in found if one is self._pinned or not self._is_behind(one)]
+                found = [one for one in self.replicas if one.serves and one is not back]
+            found = [one for one in found if one is back or not self._is_behind(one)]
             if found:
                 number = choose(affinity, [one.number for one in found], lambda n: self.replicas[n].in_flight)
                 return self.replicas[number]
@@ -154,6 +133,8 @@ class EnginePool:
                 replica.stale = False
             else:
                 replica.stale = not await self._restored(engine)
+        except WeightSyncError as error:
+            self._replace(replica, error)
         except EngineError as error:
             if not self._note_loss(replica, life, error):
                 raise
@@ -167,13 +148,6 @@ class EnginePool:
             return False
         if replica.life == life:
             replica.life += 1
-            if replica is self._pinned:
-                self._pinned = None
-                if self._pinned_version != self.health().version:
-                    raise EngineError(
-                        f"replica {replica.number}, which alone had the pinned version {self._pinned_version}, is "
-                        f"lost, and the evaluation with it; resume the run"
-                    ) from error
             _log.warning("replica %d is lost: %s; its requests are issued again", replica.number, error)
         if stopped is not None and replica.gone is None:
             replica.gone = error
@@ -198,10 +172,11 @@ class EnginePool:
             raise EngineError(f"no replica is left of {len(self.replicas)}; the last error: {last}") from last
 
     async def recovered(self) -> None:
-        """Return when there is a replica to talk to."""
-        while not any(one.reachable for one in self.replicas):
+        """Return when there is a replica to talk to that is not kept back."""
+        while not any(one.reachable and one is not self._kept_back for one in self.replicas):
             self._note_ends()
             self._check_usable()
+            self._require(1 + (self._kept_back is not None))
             await asyncio.sleep(_POLL_S)
 
     def when_restarted(self, restore: Restore) -> None:
@@ -217,6 +192,7 @@ class EnginePool:
         if not await self._restore(engine):
             return False
         await self._align(engine)
+        next(one for one in self.replicas if one.engine is engine).stale = False  # it may have been lost meanwhile
         return True
 
     async def _align(self, engine: RolloutEngine) -> None:
@@ -224,7 +200,7 @@ class EnginePool:
             await (engine.pause() if self._paused else engine.resume())
 
     async def _all(
-        self, call: Callable[[RolloutEngine], Awaitable[T]], among: Sequence[Replica] | None = None
+        self, call: Callable[[RolloutEngine], Awaitable[T]], among: Sequence[Replica] | None = None, least: int = 1
     ) -> list[tuple[Replica, T]]:
         """What every replica answers; one that is lost meanwhile is left out."""
         self._check_usable()
@@ -240,7 +216,7 @@ class EnginePool:
                 return None
 
         found = [answer for answer in await asyncio.gather(*map(one, asked)) if answer is not None]
-        if not found:
+        if len(found) < least:
             raise ServerLostError("every replica was lost; they are started again")
         return found
 
@@ -263,30 +239,37 @@ class EnginePool:
         """A replica that does not decode with the weights that were sent is lost, and replaced."""
         for replica in self._updating:
             if replica.engine is engine:
-                replace = getattr(engine, "replace_server", None)
-                if replace is None:
-                    raise why
-                replica.life += 1
-                _log.warning("replica %d failed its weight sync and is started again: %s", replica.number, why)
-                replace()
+                self._replace(replica, why)
         self._updating = [one for one in self._updating if one.engine is not engine]
+
+    def _replace(self, replica: Replica, why: WeightSyncError | ServerLostError) -> None:
+        replace = getattr(replica.engine, "replace_server", None)
+        if replace is None:
+            raise why
+        replica.life += 1
+        _log.warning("replica %d failed its weight sync and is started again: %s", replica.number, why)
+        replace()
 
     async def pause(self) -> None:
         self._paused = True
         self._note_missing()
-        await self._all(lambda engine: engine.pause())
+        await self._all(lambda engine: engine.pause(), least=0)
 
     async def resume(self) -> None:
         self._paused = False
         self._note_missing()
-        await self._all(lambda engine: engine.resume())
+        await self._all(lambda engine: engine.resume(), least=0)
 
     def _note_missing(self) -> None:
         for one in self.replicas:
             one.missed |= self._opened and not one.reachable
 
     async def begin_update(self, version: int) -> None:
-        taking = [one for one in self._reachable() if one is not self._pinned]
+        if self._pinned_version is not None and self._begun <= self._pinned_version:
+            await self._keepers(self._pinned_version)  # or no replica would keep it back from this update
+        self._begun = version
+        back = self._kept_back
+        taking = [one for one in self._reachable() if one is not back]
         self._updating = [one for one, _ in await self._all(lambda engine: engine.begin_update(version), taking)]
 
     async def end_update(self, version: int) -> str | None:
@@ -309,49 +292,73 @@ class EnginePool:
     async def pin(self) -> int:
         if self._pinned_version is not None:
             raise EngineError(f"version {self._pinned_version} is pinned already; call unpin before pinning another")
+        serving = await self._newest(2 if self._pins_one else 1)
         if self._pins_one:
-            serving = await self._two_that_serve()
-            self._pinned = min(serving, key=lambda one: (one.in_flight, -one.number))
-            self._pinned_version = await self._pinned.engine.pin()
-        else:
-            versions = {version for _, version in await self._all(lambda engine: engine.pin())}
-            self._pinned_version = max(versions)
+            serving = [min(serving, key=lambda one: (one.in_flight, -one.number))]
+        pinned = await self._all(lambda engine: engine.pin(), serving)
+        self._pinners = [one for one, _ in pinned]
+        self._pinned_version = max(version for _, version in pinned)
         return self._pinned_version
 
-    async def _two_that_serve(self) -> list[Replica]:
-        """One to pin and one for the rest; waits for replicas that are being started."""
+    async def _newest(self, count: int) -> list[Replica]:
+        """Those that serve the newest weights; waits until there are so many."""
         while True:
             self._check_usable()
-            left = [one for one in self.replicas if one.gone is None]
-            if len(left) < 2:
-                raise EngineError(
-                    f"{len(left)} of {len(self.replicas)} replicas are left, and evaluation beside training needs one "
-                    f"for itself; raise engine.replicas"
-                )
-            serving = [one for one in left if one.serves]
-            if len(serving) > 1:
+            self._require(count)
+            newest = self.health().version
+            serving = [one for one in self.replicas if one.serves and one.engine.health().version == newest]
+            if len(serving) >= count:
                 return serving
             await asyncio.sleep(_POLL_S)
+
+    def _require(self, count: int) -> None:
+        left = sum(one.gone is None for one in self.replicas)
+        if left < count:
+            raise EngineError(
+                f"{left} of {len(self.replicas)} replicas are left, and evaluation beside training needs one for "
+                f"itself; raise engine.replicas"
+            )
+
+    @property
+    def _kept_back(self) -> Replica | None:
+        """The one that has only the pinned version."""
+        return next(iter(self._that_keep(self._pinned_version)), None) if self._pins_one else None
+
+    def _that_keep(self, version: int | None) -> list[Replica]:
+        """Those that still have a pinned version; a server that was started again has it no more."""
+        if version is None:
+            return []
+        return [one for one in self._pinners if one.gone is None and one.engine.health().pinned == version]
+
+    async def _keepers(self, version: int) -> list[Replica]:
+        """The same, and if all were lost another one, as long as the version is the newest."""
+        if found := self._that_keep(version):
+            return found
+        if self._begun > version:
+            raise EngineError(
+                f"the replica, which alone had the pinned version {version}, is lost, and the evaluation with it; "
+                f"resume the run"
+            )
+        serving = [one for one in self.replicas if one.serves and one.engine.health().version == version]
+        for one in sorted(serving, key=lambda one: one.in_flight)[:1]:
+            await one.engine.pin()
+            self._pinners = [*(other for other in self._pinners if other is not one), one]
+        return self._that_keep(version)
 
     async def unpin(self) -> None:
         if self._pinned_version is None:
             raise EngineError("nothing is pinned; call pin before unpin")
-        if not self._pins_one:
-            await self._all(lambda engine: engine.unpin())
-            self._pinned_version = None
-            return
-        while self._in_pin:  # noqa: ASYNC110  (requests end by themselves)
+        while self._pins_one and self._in_pin:  # noqa: ASYNC110  (requests end by themselves)
             await asyncio.sleep(_POLL_S)
-        replica, self._pinned, self._pinned_version = self._pinned, None, None
-        if replica is None:  # it was lost, and came back with the others' weights
-            return
-        await replica.engine.unpin()
-        if replica.engine.health().version != self.health().version and self._restore is not None:
-            replica.stale = True
-            replica.stale = not await self._restored(replica.engine)
+        if back := self._kept_back:
+            back.stale = self._restore is not None and back.engine.health().version < self._version
+        asked, self._pinners, self._pinned_version = self._pinners, [], None
+        await self._all(lambda engine: engine.unpin(), asked, least=0)
+        if back is not None and back.stale:
+            await self._catch_up(back)
 
     async def release_cache(self) -> None:
-        await self._all(lambda engine: engine.release_cache())
+        await self._all(lambda engine: engine.release_cache(), least=0)
 
     async def restart(self) -> None:
         await self._all(lambda engine: engine.restart())
@@ -360,11 +367,11 @@ class EnginePool:
     # ---- bookkeeping ----------------------------------------------------------------------------------------------
 
     def health(self) -> EngineHealth:
-        found = [one.engine.health() for one in self.replicas]
+        found, back = [one.engine.health() for one in self.replicas], self._kept_back
         left = [health for one, health in zip(self.replicas, found, strict=True) if one.gone is None]
         serving = [
             health for one, health in zip(self.replicas, found, strict=True)
-            if one.serves and one is not self._pinned
+            if one.serves and one is not back
         ] or left or found  # fmt: skip
         errors = [health.error for health in found if health.error is not None]
         return EngineHealth(
@@ -381,6 +388,7 @@ class EnginePool:
             state="serving" if any(health.state == "serving" for health in left) else "starting",
             reissued=self._reissued + sum(health.reissued for health in found),
             replicas=tuple(found),
+            pinned=self._pinned_version,
         )
 
     async def close(self) -> None:

@@ -132,7 +132,7 @@ class TrainingLoops:
                 await self._update(fresh, again)
         if run.releases_cache:
             run.learner.metrics.record("memory/train_peak_mb", memory.peak_mb())
-            await run.engine.resume()
+            await run.sync.resume()
         if run.learner.has_something:
             await self._end_of_step()
             self._show_episodes(fresh)
@@ -218,7 +218,7 @@ class TrainingLoops:
             batches_left(self.config, self.step)
         )  # a batch of few rows makes fewer updates than it should
         if run.sync.in_place and not (run.releases_cache if releases_cache is None else releases_cache):
-            await run.engine.resume()
+            await run.sync.resume()
         self._skipped_in_a_row = 0
         await run.callbacks.call("on_policy_updated", synced.version, synced.digest)
         return synced

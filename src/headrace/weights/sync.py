@@ -121,6 +121,11 @@ class WeightSync:
                     await self._engine.recovered()
         raise AssertionError("there is a last attempt")
 
+    async def resume(self) -> None:
+        """Resume an engine that its caller has paused: not while a server that came back is being restored."""
+        async with self._busy:
+            await self._engine.resume()
+
     async def restore(self, engine: Updatable) -> bool:
         """Bring the weights of the last sync to an engine, or to one replica of it, whose server was started again.
 

@@ -152,6 +152,7 @@ class ProcessEngine:
             error=str(self._error) if self._error else self._health.error,
             restarts=self._restarts,
             state="serving" if ready or self._connection is None else "starting",
+            pinned=self._pinned.version if self._pinned else None,
         )
 
     async def close(self) -> None:

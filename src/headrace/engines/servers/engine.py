@@ -34,6 +34,7 @@ class ServerEngine(ServerLife):
         self.max_model_length = options.max_model_length
         self._asleep = False
         self._pinned: int | None = None
+        self._pinned_here = False  # by the server as it is: the next life of it has other weights
         self._in_flight: dict[Request, int] = {}  # and the version that each was asked of
         self._scoring = asyncio.Lock()
         self._busy_s = self._busy_since = 0.0
@@ -70,7 +71,7 @@ class ServerEngine(ServerLife):
 
     def _forget_life(self) -> None:
         """Of what was known of the server only what outlives it stays."""
-        self._asleep = False
+        self._asleep = self._pinned_here = False
 
     # ---- sampling -------------------------------------------------------------------------------------------------
 
@@ -106,6 +107,8 @@ class ServerEngine(ServerLife):
         async with self._scoring:  # a paused server schedules nothing: it is resumed for as long as this takes
             await self._until_closed(self._alive.wait())
             paused = not self._going.is_set()
+            if paused and not self._up.is_set():  # it would be proved by weights that nobody has sent
+                raise ServerLostError(f"{self.server.url} was started again and has no weights yet", self.server.url)
             if paused:
                 await self._let_go()
             try:
@@ -124,7 +127,7 @@ class ServerEngine(ServerLife):
         self._check_usable()
         await self._opened()
         self._going.clear()
-        await self._alive.wait()
+        await self._until_closed(self._alive.wait())
         with suppress(ServerLostError):  # the one that comes in its place is paused before it serves
             await self._hold()
             self._tokens = await self._count_tokens()  # what was still on its way when it stopped
@@ -132,7 +135,7 @@ class ServerEngine(ServerLife):
     async def resume(self) -> None:
         self._check_usable()
         await self._opened()
-        await self._alive.wait()
+        await self._until_closed(self._alive.wait())
         with suppress(ServerLostError):  # the one that comes in its place starts without a pause
             await self._wake()
             await self._let_go()
@@ -142,13 +145,18 @@ class ServerEngine(ServerLife):
         """The server lives and is paused."""
         self._check_usable()
         await self._opened()
-        await self._alive.wait()
+        await self._until_closed(self._alive.wait())
         if self._going.is_set():
             raise EngineError(f"version {version} changes the weights of a server that decodes; pause the engine first")
         await self._wake()
 
+    @property
+    def _kept(self) -> int | None:
+        """The pinned version, while the server has it."""
+        return self._pinned if self._pinned_here else None
+
     def _check_unpinned(self) -> None:
-        if self._pinned is not None:
+        if self._kept is not None:
             raise EngineError(
                 f"version {self._pinned} is pinned, and one server has one version at a time; unpin first"
             )
@@ -161,9 +169,9 @@ class ServerEngine(ServerLife):
 
     async def pin(self) -> int:
         self._check_usable()
-        if self._pinned is not None:
+        if self._kept is not None:
             raise EngineError(f"version {self._pinned} is pinned already; call unpin before pinning another")
-        self._pinned = self._version
+        self._pinned, self._pinned_here = self._version, True
         return self._version
 
     async def unpin(self) -> None:
@@ -179,7 +187,8 @@ class ServerEngine(ServerLife):
             raise EngineError(
                 f"{len(self._in_flight)} sequences are being decoded; pause the engine before releasing its cache"
             )
-        await self._release()
+        with suppress(ServerLostError):  # the one that comes in its place is only paused
+            await self._release()
 
     # ---- bookkeeping ----------------------------------------------------------------------------------------------
 
@@ -199,6 +208,7 @@ class ServerEngine(ServerLife):
             restarts=self._restarts,
             state=self._state(),
             reissued=self._reissued,
+            pinned=self._kept,
         )
 
     def _decodes(self) -> bool:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headrace.errors import DataError
+from headrace.errors import ConfigError, DataError
 
 _FLOOR = -9998.0  # what vLLM returns for minus infinity and for what is no number is below
 
@@ -20,6 +20,15 @@ class ServerFacts:
     world_size: int
     priorities: bool
     """Whether requests may go before others."""
+
+
+def require_length(longest: int | None, needed: int, url: str, argument: str) -> None:
+    """Refuse a server that reads less than an engine asks of it: it would refuse or cut replies, one by one."""
+    if longest is not None and longest < needed + 1:  # scoring a row samples one token behind it
+        raise ConfigError(
+            f"the server at {url} reads at most {longest} tokens, and engine.max_model_length comes to {needed}; set "
+            f"it to {longest - 1}, or start the server with {argument} {needed + 1}"
+        )
 
 
 def require_finite(logprobs: Sequence[float], url: str) -> None:

@@ -116,7 +116,7 @@ class ServerLife(ABC):
         """Have the server give up all requests; they are asked again."""
         self._check_usable()
         await self._opened()
-        await self._alive.wait()
+        await self._until_closed(self._alive.wait())
         self._epoch += 1
         self._restarts += 1
         await self._abort_all()

@@ -15,6 +15,7 @@ from headrace.engines.base import Generation
 from headrace.engines.request import Request
 from headrace.engines.servers.client import ServerRefusedError
 from headrace.engines.servers.engine import ServerEngine
+from headrace.engines.servers.facts import require_length
 from headrace.engines.servers.life import LONGEST_REPLY_S
 from headrace.engines.sglang.checks import inspect_server
 from headrace.engines.sglang.messages import generate_body, row_logprobs, score_body, take_answer
@@ -95,6 +96,7 @@ class SglangEngine(ServerEngine):
     async def _inspect(self) -> None:
         options = self._options
         facts = await inspect_server(self._client, options.transport, options.sleeps, options.routed_experts)
+        require_length(facts.max_model_length, self.max_model_length, self.server.url, "--context-length")
         self._world = facts.world_size
 
     async def _name_version(self, version: int) -> None:

@@ -166,7 +166,7 @@ class TorchEngine:
         await self._call(self._start_over)
 
     def health(self) -> EngineHealth:
-        lanes = self._lanes()
+        lanes, pinned = self._lanes(), self._pinned  # read once: the engine's thread may take it away
         return EngineHealth(
             alive=self._thread.is_alive(),
             paused=self._paused,
@@ -177,6 +177,7 @@ class TorchEngine:
             busy_s=self._busy_s,
             error=_describe(self._error) if self._error else None,
             restarts=self._restarts,
+            pinned=None if pinned is None else pinned.version,
         )
 
     async def close(self) -> None:

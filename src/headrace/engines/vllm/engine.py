@@ -16,7 +16,7 @@ from headrace.engines.base import Generation
 from headrace.engines.request import Request
 from headrace.engines.servers.client import ServerClient, ServerRefusedError
 from headrace.engines.servers.engine import ServerEngine
-from headrace.engines.servers.facts import ServerFacts
+from headrace.engines.servers.facts import ServerFacts, require_length
 from headrace.engines.servers.life import LONGEST_REPLY_S, ServerOptions
 from headrace.engines.servers.server import Server
 from headrace.engines.vllm.checks import inspect_server
@@ -131,7 +131,9 @@ class VllmEngine(ServerEngine):
 
     async def _inspect(self) -> None:
         options = self._options
-        self._facts = await inspect_server(self._client, options.transport, options.sleeps, options.routed_experts)
+        facts = await inspect_server(self._client, options.transport, options.sleeps, options.routed_experts)
+        require_length(facts.max_model_length, self.max_model_length, self.server.url, "--max-model-len")
+        self._facts = facts
 
     async def _name_version(self, version: int) -> None:
         await self._client.post("/update_weight_version", {"new_version": str(version)})
@@ -140,6 +142,12 @@ class VllmEngine(ServerEngine):
     def _world_size(self) -> int:
         assert self._facts is not None, "begin_update comes before a sender asks where to send"
         return self._facts.world_size
+
+    @property
+    def _kept(self) -> int | None:
+        if not self._adapters or not self._synced:
+            return super()._kept
+        return self._pinned if self._pinned in self._loaded else None
 
     def _forget_life(self) -> None:
         super()._forget_life()
