@@ -62,7 +62,11 @@ class BackendError(HeadraceError, RuntimeError):
 
 
 class WeightSyncError(BackendError):
-    """The engine does not decode with the weights that were sent to it."""
+    """The engine does not decode with the weights that were sent to it. `url`: the server at which they went wrong."""
+
+    def __init__(self, message: str, url: str = "") -> None:
+        super().__init__(message)
+        self.url = url
 
 
 class DeviceMemoryError(BackendError):

@@ -16,7 +16,7 @@ from contracts.engine_harness import soon, under_way, until
 from headrace.engines.base import SamplingParams
 from headrace.engines.pool import EnginePool
 from headrace.engines.servers.client import ServerClient
-from headrace.errors import ConfigError, EngineError, ServerLostError
+from headrace.errors import ConfigError, EngineError, ServerLostError, WeightSyncError
 from headrace.weights.sender import ServerSender
 from headrace.weights.source import ModelWeights
 from headrace.weights.sync import WeightSync
@@ -295,6 +295,27 @@ async def test_a_pool_of_two_servers_survives_the_death_of_one(kind: Kind) -> No
     while engines[0].health().state != "serving":  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     assert {engine.health().version for engine in engines} == {2} and pool.health().reissued
+    await pool.close()
+
+
+async def test_a_replica_at_which_a_transfer_fails_is_replaced_and_the_others_are_synced(kind: Kind) -> None:
+    model = ToyModel()
+    servers = [kind(model, lives=2) for _ in range(2)]
+    engines = [new_engine(server) for server in servers]
+    pool = EnginePool(engines, pins_one=True)
+    sync = new_sync(pool, model)
+    await soon(sync.sync(1))
+    servers[1].running.fault = "drops" if kind is VllmServer else "refuses"
+    model.move(4)
+    await soon(sync.sync(2))
+    assert set((await soon(pool.generate([3], SamplingParams(max_tokens=10), 1))).versions) == {2}
+    await until(lambda: engines[1].health().state == "serving" and engines[1].health().version == 2)
+    assert [engine.health().restarts for engine in engines] == [0, 1]
+    for server in servers:  # at all of them: no replica is at fault
+        server.running.fault = "drops" if kind is VllmServer else "refuses"
+    model.move(5)
+    with pytest.raises(WeightSyncError):
+        await soon(sync.sync(3))
     await pool.close()
 
 

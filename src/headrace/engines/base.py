@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol
 
 from headrace.config import RunConfig
 from headrace.config.base import LEAST_TEMPERATURE
 from headrace.data.routing import RoutedExperts
 from headrace.errors import ConfigError
-from headrace.weights.base import Endpoint, WeightSender, WeightSource
+from headrace.weights.base import WeightSender, WeightSource
 from headrace.weights.canary import Score
 
 
@@ -214,15 +214,6 @@ class RolloutEngine(Protocol):
 
     async def close(self) -> None:
         """Stop; requests still under way fail."""
-        ...
-
-
-@runtime_checkable
-class Reachable(Protocol):
-    """What an engine of servers has beside: where its senders find them."""
-
-    def endpoints(self) -> Sequence[Endpoint]:
-        """Every server that is to receive the next weights, as it is now."""
         ...
 
 

@@ -12,11 +12,11 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Literal, TypeVar
 
-from headrace.engines.base import EngineHealth, Generation, Reachable, RolloutEngine, SamplingParams
+from headrace.engines.base import EngineHealth, Generation, RolloutEngine, SamplingParams
 from headrace.engines.replica import Replica
 from headrace.engines.routing import choose
 from headrace.errors import EngineError, PromptTooLongError, ServerLostError, WeightSyncError
-from headrace.weights.base import Endpoint
+from headrace.weights.base import Endpoint, Reachable
 from headrace.weights.sync import Recovers
 
 _log = logging.getLogger("headrace")
@@ -44,6 +44,7 @@ class EnginePool:
         self._pinners: list[Replica] = []  # those that were asked to keep it
         self._in_pin = 0
         self._paused = False
+        self._steering = asyncio.Lock()  # one at a time pauses or resumes
         self._opened = False
         self._updating: list[Replica] = []
         self._restore: Restore | None = None
@@ -196,8 +197,9 @@ class EnginePool:
         return True
 
     async def _align(self, engine: RolloutEngine) -> None:
-        if engine.health().paused != self._paused:
-            await (engine.pause() if self._paused else engine.resume())
+        async with self._steering:  # or a pause of all could overtake the resumption of one
+            if engine.health().paused != self._paused:
+                await (engine.pause() if self._paused else engine.resume())
 
     async def _all(
         self, call: Callable[[RolloutEngine], Awaitable[T]], among: Sequence[Replica] | None = None, least: int = 1
@@ -251,14 +253,16 @@ class EnginePool:
         replace()
 
     async def pause(self) -> None:
-        self._paused = True
-        self._note_missing()
-        await self._all(lambda engine: engine.pause(), least=0)
+        async with self._steering:
+            self._paused = True
+            self._note_missing()
+            await self._all(lambda engine: engine.pause(), least=0)
 
     async def resume(self) -> None:
-        self._paused = False
-        self._note_missing()
-        await self._all(lambda engine: engine.resume(), least=0)
+        async with self._steering:
+            self._paused = False
+            self._note_missing()
+            await self._all(lambda engine: engine.resume(), least=0)
 
     def _note_missing(self) -> None:
         for one in self.replicas:

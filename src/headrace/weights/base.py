@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,6 +55,15 @@ class Endpoint:
     incarnation: int = 0
     """Counts restarts. A transfer group of an old incarnation is spent."""
     headers: tuple[tuple[str, str], ...] = ()
+
+
+@runtime_checkable
+class Reachable(Protocol):
+    """What an engine of servers has beside: where its senders find them."""
+
+    def endpoints(self) -> Sequence[Endpoint]:
+        """Every server that is to receive the next weights, as it is now."""
+        ...
 
 
 def described(infos: Sequence[TensorInfo]) -> dict[str, list[Any]]:

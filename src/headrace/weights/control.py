@@ -30,7 +30,7 @@ def call(endpoint: Endpoint, path: str, body: Any = None, timeout_s: float = _TI
         found = f"{url} answered {error.code}: {error.read().decode(errors='replace')[:_SHOWN]}"
         if error.code >= 500 and not _is_well(endpoint):  # its engine died under it
             raise ServerLostError(found, endpoint.url) from None
-        raise WeightSyncError(found) from None
+        raise WeightSyncError(found, endpoint.url) from None
     except (OSError, http.client.HTTPException) as error:  # URLError among them
         raise ServerLostError(f"{url} gave no answer: {getattr(error, 'reason', error)}", endpoint.url) from None
     try:
@@ -95,7 +95,8 @@ class SglangControl:
     def _call(self, path: str, body: dict[str, Any]) -> None:
         answer = call(self._endpoint, path, body)
         if not (isinstance(answer, dict) and answer.get("success")):
-            raise WeightSyncError(f"{self._endpoint.url}{path} failed: {str(answer)[:_SHOWN]}")
+            url = self._endpoint.url
+            raise WeightSyncError(f"{url}{path} failed: {str(answer)[:_SHOWN]}", url)
 
 
 class Control(Protocol):

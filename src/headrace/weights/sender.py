@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from headrace.errors import ConfigError, EngineError
 from headrace.registry import load_object
-from headrace.weights.base import Endpoint, Transfer
+from headrace.weights.base import Endpoint, Reachable, Transfer
 from headrace.weights.source import ModelWeights
 
 _TRANSFERS = {
@@ -20,12 +20,6 @@ _TRANSFERS = {
 }
 TO_SERVERS = tuple(_TRANSFERS)
 """Transports of the senders that are made here."""
-
-
-class Reachable(Protocol):
-    """Who says where weights are to be sent."""
-
-    def endpoints(self) -> Sequence[Endpoint]: ...
 
 
 class ServerSender:

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from headrace.errors import ServerLostError, WeightSyncError
-from headrace.weights.base import SyncedWeights, WeightSender, WeightSource
+from headrace.weights.base import Reachable, SyncedWeights, WeightSender, WeightSource
 from headrace.weights.canary import Canary, CanaryCheck
 
 
@@ -119,6 +119,9 @@ class WeightSync:
                     if attempt == _ATTEMPTS - 1 or not isinstance(self._engine, Recovers):
                         raise
                     await self._engine.recovered()
+                except WeightSyncError as error:
+                    if attempt == _ATTEMPTS - 1 or not self._leaves_out(error):
+                        raise
         raise AssertionError("there is a last attempt")
 
     async def resume(self) -> None:
@@ -139,6 +142,18 @@ class WeightSync:
             if await self._bring(engine, last.version, pauses, expected=last.digest) != last.digest:
                 self._owes_resume = pauses  # a step was made meanwhile: what was brought has no version yet
                 return False
+        return True
+
+    def _leaves_out(self, error: WeightSyncError) -> bool:
+        """Whether the replica that a transfer failed at is replaced, because there are others to sync."""
+        if not isinstance(self._engine, Replicated):
+            return False
+        taking = self._engine.synced()
+        failed = [one for one in taking if isinstance(one, Reachable) and error.url in {e.url for e in one.endpoints()}]
+        if not 0 < len(failed) < len(taking):
+            return False
+        for one in failed:
+            self._engine.distrust(one, error)
         return True
 
     def _pauses_for(self, engine: Updatable) -> bool:
