@@ -21,7 +21,7 @@ def new_adamw(parameters: Sequence[Tensor], section: OptimizerSection) -> torch.
     others = [p for p in parameters if p.ndim < 2]
     decays = [(matrices, section.weight_decay), (others, 0.0)]
     return torch.optim.AdamW(
-        [{"params": alike, "weight_decay": decay} for some, decay in decays for alike in by_mesh(some) or [[]]],
+        [{"params": together, "weight_decay": decay} for some, decay in decays for together in by_mesh(some) or [[]]],
         lr=section.lr,
         betas=section.betas,
         eps=section.eps,
@@ -42,8 +42,8 @@ Gradients = Mapping[Tensor, Tensor]
 
 
 def total_norm(gradients: Sequence[Tensor]) -> float:
-    """Of all of them together; of those in shards, a collective."""
-    norms = [torch.nn.utils.get_total_norm(alike) for alike in by_mesh(gradients)]
+    """Of all of them; of those in shards, a collective."""
+    norms = [torch.nn.utils.get_total_norm(together) for together in by_mesh(gradients)]
     return math.hypot(*(float(norm.full_tensor() if isinstance(norm, DTensor) else norm) for norm in norms))
 
 
@@ -82,8 +82,8 @@ def step(
         raise DivergedError(
             f"the gradient norm is {norm}, and no step was made; lower the learning rate (now {lr:g}) or clip harder"
         )
-    for alike in by_mesh(gradients):
-        torch._foreach_mul_(alike, grad_scale * (grad_clip / norm if 0 < grad_clip < norm else 1.0))
+    for together in by_mesh(gradients):
+        torch._foreach_mul_(together, grad_scale * (grad_clip / norm if 0 < grad_clip < norm else 1.0))
     if update is None:
         for parameter, gradient in given.items():
             parameter.grad = gradient
