@@ -121,7 +121,7 @@ class WeightsContract(EngineHarness):
         self.change_weights()
         await self.sync(engine, 1)
         unpinned = asyncio.ensure_future(engine.unpin())
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0.3)  # until the engine has heard of it, on a busy machine, too
         late = self.asked(engine, 5, pinned=True)
         await submitted(engine, 2)
         assert not unpinned.done()
