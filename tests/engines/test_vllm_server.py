@@ -121,6 +121,7 @@ async def test_sampler_and_learner_agree_after_twenty_syncs(folder: Path, tmp_pa
 async def test_spans_of_versions_are_exact_with_requests_in_flight(folder: Path, tmp_path: Path) -> None:
     async with running(Pair(folder, tmp_path / "log", "file")) as pair:
         await pair.sync.sync(1)
+        tasks = list[asyncio.Future[Generation]]()
         for _ in range(5):  # on a machine without a free moment, all may have ended before it is noticed
             tasks = [pair.asked(LONG, seed) for seed in range(8)]
             await until_tokens(pair, 160)
