@@ -1,4 +1,4 @@
-"""Ranks as actors, without a cluster: how a hang is told from progress."""
+"""Ranks as actors, without a cluster: what counts as progress, and what as a hang."""
 
 from __future__ import annotations
 
